@@ -45,6 +45,7 @@ def test_importing_penstock_imports_nothing_heavy() -> None:
         ["bench", "serve", "--help"],
         ["run-batch", "--help"],
         ["merge", "--help"],
+        ["plan", "--help"],
         ["collect-env", "--help"],
     ],
     ids=" ".join,

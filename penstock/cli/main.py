@@ -47,6 +47,10 @@ COMMANDS = {
     "merge": Command(
         "Merge a LoRA adapter into a checkpoint, which then needs no adapter.", "MODEL ADAPTER OUT"
     ),
+    "plan": Command(
+        "Say what fits on given GPUs, and how fast it will be. Needs no GPU and no weights.",
+        "[MODEL]",
+    ),
     "collect-env": Command("Print versions and hardware, for bug reports."),
 }
 BENCH_HELP = "Measure throughput, latency, startup or a server."

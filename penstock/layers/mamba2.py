@@ -74,9 +74,9 @@ class Mamba2(RecurrentLayer):
         self.sizes = [inner // ranks, conv.channels, heads]
         self.scales: torch.Tensor | None = None
         if config.multipliers is not None:
-            rows = torch.tensor(list(self.in_proj.part_rows.values()), device=build.device)
-            factors = torch.tensor(config.multipliers, dtype=torch.float32, device=build.device)
-            self.scales = factors.repeat_interleave(rows).to(build.dtype)
+            rows = torch.tensor(list(self.in_proj.part_rows.values()))
+            factors = torch.tensor(config.multipliers, dtype=torch.float32)
+            self.scales = factors.repeat_interleave(rows).to(build.dtype).to(build.device)
         self.heads = HeadParameters(build, config.num_heads, ("A_log", "D", "dt_bias"))
         self.norm: GatedNorm | None = None
         if config.norm_eps is not None:

@@ -45,9 +45,14 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
         return Platform(torch.device("cpu"), False, torch.float32, 128, 2048, "gloo", threads)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    big = torch.cuda.get_device_properties(device).total_memory >= 70 * GIB
+    return gpu_platform(device, torch.cuda.get_device_properties(device).total_memory)
+
+
+def gpu_platform(device: torch.device, memory: int) -> Platform:
+    """A GPU with this much memory, which need not be there."""
     # Steps of 16,384 tokens are no faster per token (docs/gpu.md) and take twice the memory.
-    return Platform(device, True, None, 1024 if big else 256, 8192, "cpu:gloo,cuda:nccl")
+    max_num_seqs = 1024 if memory >= 70 * GIB else 256
+    return Platform(device, True, None, max_num_seqs, 8192, "cpu:gloo,cuda:nccl")
 
 
 def _available_host_memory() -> int:

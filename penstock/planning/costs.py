@@ -1,0 +1,148 @@
+"""How long a step takes: bytes and FLOPs at the rates of a GPU, and a latency for each kernel.
+
+The constants were fitted to an H200 (docs/benchmarks.md, docs/gpu.md, Qwen3 models in 16 bits). On
+another GPU, the shares of its peak rates and the latencies are assumed to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.planning.hardware import Gpu
+from penstock.planning.shapes import RankShape
+
+# Shares of the data sheet's rates.
+WEIGHTS = 0.93  # of the bandwidth: matmuls of few rows
+CACHE = 0.855  # of the bandwidth: keys and values, norms, activations
+MATMUL = 0.71  # of the FLOPs
+PROMPT = 0.30  # of the FLOPs: attention of prompts
+# Seconds.
+ONE_ROW = 3.1e-6  # of a matmul beyond its bytes, for one row
+MATMUL_LATENCY = 5.6e-6  # for more rows
+SMALL, SMALL_ROWS = 1.4e-6, 2.8e-6  # a norm, an activation, rotary: of one row, of more
+ATTENTION = 3.6e-6
+STEP = 0.03e-3  # inputs, and sampling beyond the logits' bytes
+# Several ranks take no graphs: the host launches every kernel.
+LAUNCH = 6e-6
+SUM = 12e-6  # a sum over ranks, beyond its bytes
+
+SMALL_KERNELS = 4  # per layer, experts aside
+LOGIT_PASSES = 3  # times that logits are read or written
+NORM_PASSES = 8  # times that a layer's norms read or write the hidden states
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tokens of a step, and how many cached tokens they attend to."""
+
+    num_decodes: int = 0
+    context: float = 0.0  # of a decode, on average
+    num_prompt: int = 0
+    prompt_context: float = 0.0  # tokens that a prompt's token attends to, on average
+    num_sampled: int = 0
+
+
+def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
+    bandwidth, flops = gpu.bandwidth * 1e12, gpu.flops * 1e12
+    rows = step.num_decodes + step.num_prompt
+    latency = ONE_ROW if rows == 1 else MATMUL_LATENCY
+    small = SMALL if rows == 1 else SMALL_ROWS
+
+    def matmul(num_bytes: float, num_weights: float, num_rows: float) -> float:
+        reading = num_bytes / (WEIGHTS * bandwidth)
+        return max(reading, 2 * num_weights * num_rows / (MATMUL * flops))
+
+    seconds, written, num_kernels = STEP, 0.0, 0
+    for own in shape.matrices:
+        seconds += latency + matmul(own.num_bytes, own.num_weights, rows)
+        written += 1.5 * own.width
+        num_kernels += 1
+    if shape.head is not None and step.num_sampled:
+        head = shape.head
+        seconds += latency + matmul(head.num_bytes, head.num_weights, step.num_sampled)
+        logits = step.num_sampled * shape.vocab_rows * shape.element_size
+        seconds += LOGIT_PASSES * logits / (CACHE * bandwidth)
+    for layer in shape.experts:
+        reached = layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** rows)
+        # One kernel routes, two multiply.
+        seconds += small + 2 * latency
+        seconds += matmul(
+            reached * layer.num_bytes, layer.num_weights * layer.top_k / reached, rows * reached
+        )
+        written += layer.top_k * (layer.width + 2 * shape.hidden_size)
+        num_kernels += 3
+    written += NORM_PASSES * shape.hidden_size * shape.num_layers
+    seconds += shape.num_layers * (SMALL_KERNELS * small + ATTENTION)
+    num_kernels += shape.num_layers * (SMALL_KERNELS + 1)
+    seconds += rows * written * shape.element_size / (CACHE * bandwidth)
+    seconds += _attention_seconds(shape, bandwidth, flops, step)
+    if shape.tp > 1:
+        num_bytes = rows * shape.hidden_size * shape.element_size
+        moved = 2 * (shape.tp - 1) / shape.tp * num_bytes / (gpu.link * 1e9)
+        seconds = max(seconds, num_kernels * LAUNCH) + shape.num_sums * (SUM + moved)
+    return seconds
+
+
+def _attention_seconds(shape: RankShape, bandwidth: float, flops: float, step: Step) -> float:
+    num_bytes, per_token = 0.0, shape.kv_bytes_per_token
+    pairs = 0.0
+    for own in shape.attention:
+        reach = float("inf") if own.window is None else own.window
+        num_bytes += min(step.context, reach) * per_token / len(shape.attention)
+        pairs += min(step.prompt_context, reach) * own.dim
+    reading = step.num_decodes * (num_bytes + 2 * shape.state_bytes) / (CACHE * bandwidth)
+    return reading + 2 * step.num_prompt * pairs / (PROMPT * flops)
+
+
+@dataclass
+class _Request:
+    input_len: int
+    output_len: int
+    computed: int = 0  # of the prompt
+    generated: int = 0
+
+
+def run_seconds(
+    shape: RankShape,
+    gpu: Gpu,
+    requests: Sequence[tuple[int, int]],  # input and output tokens
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> float:
+    """All requests sent at once: decodes first, then prompts, as the scheduler plans steps."""
+    waiting = [_Request(*lengths) for lengths in reversed(requests)]
+    running: list[_Request] = []
+    seconds = 0.0
+    while waiting or running:
+        decodes = [own for own in running if own.generated]
+        budget = max_num_batched_tokens - len(decodes)
+        num_prompt, pairs, done = 0, 0.0, []
+        while waiting and len(running) < max_num_seqs:
+            running.append(waiting.pop())
+        for own in running:
+            if own.generated or not budget:
+                continue
+            count = min(own.input_len - own.computed, budget)
+            pairs += count * (own.computed + count / 2)
+            own.computed += count
+            num_prompt += count
+            budget -= count
+            if own.computed == own.input_len:
+                done.append(own)
+        contexts = sum(own.input_len + own.generated for own in decodes)
+        seconds += step_seconds(
+            shape,
+            gpu,
+            Step(
+                len(decodes),
+                contexts / max(len(decodes), 1),
+                num_prompt,
+                pairs / max(num_prompt, 1),
+                len(decodes) + len(done),
+            ),
+        )
+        for own in (*decodes, *done):
+            own.generated += 1
+        running = [own for own in running if own.generated < own.output_len]
+    return seconds

@@ -1,0 +1,99 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+import textwrap
+
+from penstock.planning.hardware import GIB
+from penstock.planning.plan import Plan, Split, assumptions
+
+WIDTH = 100
+COLUMNS = (
+    ("tp", ""),
+    ("dp", ""),
+    ("weights", "GiB/GPU"),
+    ("KV cache", "GiB/GPU"),
+    ("longest", "tokens"),
+    ("requests", "at once"),
+    ("first", "ms"),
+    ("one request", "ms/token"),
+    ("all requests", "ms/token"),
+    ("output", "tokens/s"),
+    ("prompts", "tokens/s"),
+)
+
+
+def text_of(plan: Plan) -> str:
+    gpu = plan.gpu
+    first = plan.splits[0]
+    lines = [
+        f"{plan.model} ({plan.architecture}), {plan.dtype}, KV cache in {plan.kv_dtype}, "
+        f"up to {plan.max_model_len:,} tokens",
+        f"{plan.num_gpus} x {gpu.name}: {gpu.memory_gib:g} GiB, {gpu.bandwidth:g} TB/s, "
+        f"{gpu.flops:g} TFLOP/s each",
+        f"Requests of {plan.input_len:,} input and {plan.output_len:,} output tokens, each of "
+        f"{first.kv_bytes_per_token / 1024:.0f} KiB in the KV cache of a GPU (tp={first.tp})",
+        "",
+        *_table([[head for head, _ in COLUMNS], [unit for _, unit in COLUMNS]]
+                + [_row(split) for split in plan.splits]),
+    ]  # fmt: skip
+    for tp, reason in plan.refused.items():
+        lines += textwrap.wrap(f"tp={tp}: {reason}", WIDTH)
+    lines.append("")
+    lines += _advice(plan)
+    lines += ["", "Assumptions:"]
+    for text in assumptions(plan):
+        lines += textwrap.wrap(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _row(split: Split) -> list[str]:
+    row = [
+        str(split.tp),
+        str(split.dp),
+        f"{split.weight_bytes / GIB:.2f}",
+        f"{split.kv_bytes / GIB:.1f}",
+    ]
+    if split.speed is None:
+        return [*row, "does not fit" if not split.longest else f"{split.longest:,}"]
+    speed = split.speed
+    prompts, outputs = speed.in_all(split.dp)
+    count = f"{split.num_requests:,}" if split.dp == 1 else f"{split.dp} x {split.num_requests:,}"
+    decodes = [f"{speed.token * 1e3:.2f}", f"{speed.batch_token * 1e3:.1f}", f"{outputs:,.0f}"]
+    return [
+        *row,
+        f"{split.longest:,}",
+        count,
+        f"{speed.first_token * 1e3:.0f}",
+        *(decodes if speed.token else ["-", "-", "-"]),
+        f"{prompts:,.0f}",
+    ]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [
+        max(len(row[at]) for row in rows if at < len(row) and len(row) == len(COLUMNS))
+        for at in range(len(COLUMNS))
+    ]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    ]
+
+
+def _advice(plan: Plan) -> list[str]:
+    best, fastest = plan.best, plan.fastest
+    lines = [f"Highest throughput: {_flags(best)}"]
+    if fastest.speed is not None and fastest.speed.token and fastest.tp != best.tp:
+        lines.append(f"Least time per token: {_flags(fastest)}")
+    if best.longest < plan.max_model_len:
+        lines.append(
+            f"The KV cache holds requests of at most {best.longest:,} tokens: "
+            f"--max-model-len {best.longest}"
+        )
+    return lines
+
+
+def _flags(split: Split) -> str:
+    engines = f", {split.dp} engines" if split.dp > 1 else ""
+    return f"--tensor-parallel-size {split.tp}{engines}"

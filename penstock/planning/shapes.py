@@ -1,0 +1,229 @@
+"""The sizes of one rank: its model, built on the meta device, which takes no memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh, RankGroup
+from penstock.layers.attention import Attention
+from penstock.layers.build import Build
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.experts import Experts
+from penstock.layers.latent_attention import LatentAttention
+from penstock.layers.linear import Linear
+from penstock.layers.matrix import MatrixLayer
+from penstock.layers.quantization import DeferredQuantization, DenseMethod
+from penstock.layers.quantized.checkpoints import choose_quantization
+from penstock.layers.quantized.dummy import dummy_weight
+from penstock.layers.quantized.experts import QuantizedExperts
+from penstock.layers.quantized.linear import QuantizedMethod
+from penstock.layers.quantized.plan import assign_methods
+from penstock.layers.quantized.schemes import Scheme
+from penstock.loading.gguf.file import GGUFFile
+from penstock.loading.source import ModelSource
+from penstock.loading.tasks import choose_task
+from penstock.models.base import Model
+from penstock.models.registry import build_model
+from penstock.models.runtime import Dtypes
+from penstock.ops.registry import Ops
+from penstock.protocol.kv import KVCacheSpec
+
+T = TypeVar("T")
+
+SAMPLE_ROWS = 128  # of a quantized matrix that is made to measure its bytes
+_FLOATS = ("F64", "F32", "F16", "BF16")  # GGUF types that become the model's own
+
+
+@dataclass(frozen=True)
+class Matrix:
+    num_weights: int
+    num_bytes: int
+    width: int = 0  # outputs that are written and read again; 0 if the next layer adds them
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The routed experts of one layer."""
+
+    num_experts: int
+    top_k: int
+    num_weights: int  # of one expert
+    num_bytes: int
+    width: int  # numbers that each selected expert writes for a token
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One layer's attention. It reads the last `window` tokens, or all."""
+
+    dim: int  # of queries and values together, over all heads
+    window: int | None
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """What a rank holds, and what it computes with."""
+
+    tp: int
+    weight_bytes: int
+    kv_specs: dict[str, KVCacheSpec]
+    hidden_size: int
+    num_layers: int
+    element_size: int  # of activations
+    vocab_rows: int  # of the LM head on this rank
+    matrices: tuple[Matrix, ...]  # read in every step
+    head: Matrix | None  # None: a model without logits
+    experts: tuple[ExpertsShape, ...] = ()
+    attention: tuple[AttentionShape, ...] = ()
+    num_sums: int = 0  # over ranks, per step
+    widest: int = 0  # elements of a token in the layer that needs the most
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(spec.bytes_per_token() for spec in self.kv_specs.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one request, whatever its length."""
+        return sum(
+            spec.block_bytes(1) for spec in self.kv_specs.values() if not spec.bytes_per_token()
+        )
+
+
+@torch.inference_mode()
+def shape_of(
+    config: EngineConfig, source: ModelSource, dtypes: Dtypes, max_model_len: int, tp: int
+) -> RankShape:
+    """The first of `tp` ranks. Raises ModelError or ConfigError if the model cannot be split so."""
+    quantization = choose_quantization(source.config, config.load.quantization, tp)
+    generates = choose_task(config, source) == "generate"
+    build = Build(
+        dtype=dtypes.compute,
+        device=torch.device("meta"),
+        max_model_len=max_model_len,
+        ops=Ops("cpu"),
+        mesh=Mesh(RankGroup(0, tp)),
+        linear_method=DeferredQuantization() if quantization is not None else DenseMethod(),
+        generates=generates,
+    )
+    model = build_model(source.config, build, config.model.model_impl)
+    if quantization is not None:
+        assign_methods(model, quantization, DenseMethod())
+    factor = 1.0
+    if source.gguf is not None and quantization is None:
+        factor = _gguf_factor(source.gguf, dtypes.compute.itemsize)
+    return _measure(model, build, dtypes, factor)
+
+
+def _measure(model: Model, build: Build, dtypes: Dtypes, factor: float) -> RankShape:
+    """`factor`: bytes of a matrix over those in the model's type."""
+    in_experts = {id(part) for own in _of(model, Experts) for part in own.experts.modules()}
+    layers = [own for own in _of(model, Linear) if id(own) not in in_experts]
+    matrices = tuple(
+        _matrix(own, factor, 0 if own.split_input else own.out_features) for own in layers
+    )
+    vocab = list(_of(model, VocabEmbedding))
+    head = _matrix(vocab[-1], factor, 0) if vocab and build.generates else None
+    experts = tuple(_experts(own, factor) for own in _of(model, Experts))
+    plain = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    scaled = {id(own.weight) for own in (*layers, *vocab) if isinstance(own.method, DenseMethod)}
+    scaled |= {
+        id(parameter)
+        for own in _of(model, Experts)
+        for parameter in own.experts.parameters()
+        if parameter.dim() == 3
+    }
+    floats = sum(own.nbytes for own in model.parameters() if id(own) in scaled)
+    quantized = sum(_quantized_bytes(module) for module in model.modules())
+    attention = tuple(_attention(model))
+    widths = [own.out_features + own.in_features for own in layers]
+    widths += [own.top_k * (own.width + model.hidden_size) for own in experts]
+    return RankShape(
+        tp=build.tp.size,
+        weight_bytes=int(plain - floats + factor * floats) + quantized,
+        kv_specs=dict(model.kv_specs(dtypes.kv)) if build.generates else {},
+        hidden_size=model.hidden_size,
+        num_layers=max(len(attention), len(model.kv_specs(dtypes.kv)), 1),
+        element_size=build.dtype.itemsize,
+        vocab_rows=vocab[-1].rows if vocab else 0,
+        matrices=matrices,
+        head=head,
+        experts=experts,
+        attention=attention,
+        num_sums=sum(own.split_input for own in layers) + len(experts) + 1,
+        widest=max(widths, default=0),
+    )
+
+
+def _of(model: nn.Module, kind: type[T]) -> Iterator[T]:
+    return (module for module in model.modules() if isinstance(module, kind))
+
+
+def _matrix(layer: MatrixLayer, factor: float, width: int) -> Matrix:
+    num_weights = layer.in_features * layer.out_features
+    if isinstance(layer.method, QuantizedMethod):
+        return Matrix(num_weights, _quantized_bytes(layer), width)
+    return Matrix(num_weights, int(num_weights * layer.build.dtype.itemsize * factor), width)
+
+
+def _quantized_bytes(module: nn.Module) -> int:
+    """Of a layer's or of experts' quantized matrices, which the meta device has no tensors for."""
+    if isinstance(module, QuantizedExperts):
+        hidden, size = module.config.hidden_size, module.size
+        one = sum(
+            rows * _bytes_per_row(module.scheme, columns, module.build.dtype)
+            for rows, columns in ((2 * size, hidden), (hidden, size))
+        )
+        return int(one * module.config.num_experts)
+    if isinstance(module, MatrixLayer) and isinstance(module.method, QuantizedMethod):
+        per_row = _bytes_per_row(module.method.scheme, module.in_features, module.build.dtype)
+        return int(module.out_features * per_row)
+    return 0
+
+
+@functools.cache
+def _bytes_per_row(scheme: Scheme, columns: int, dtype: torch.dtype) -> float:
+    """Scales included. A few random rows are made, as for dummy weights."""
+    made = dummy_weight(scheme, SAMPLE_ROWS, columns, 1.0, dtype, torch.Generator())
+    return sum(tensor.nbytes for tensor in made.tensors().values()) / SAMPLE_ROWS
+
+
+def _experts(layer: Experts, factor: float) -> ExpertsShape:
+    config, own = layer.config, layer.experts
+    size = config.intermediate_size // layer.build.tp.size
+    num_weights = 3 * size * config.hidden_size
+    num_bytes = num_weights * layer.build.dtype.itemsize * factor
+    if isinstance(own, QuantizedExperts):
+        num_bytes = _quantized_bytes(own) / config.num_experts
+    return ExpertsShape(
+        config.num_experts, config.routing.top_k, num_weights, int(num_bytes), 3 * size
+    )
+
+
+def _attention(model: Model) -> Iterator[AttentionShape]:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            yield AttentionShape(2 * module.num_heads * module.head_dim, module.window)
+        elif isinstance(module, LatentAttention):
+            own = module.config
+            yield AttentionShape(module.num_heads * (2 * own.kv_rank + own.rope_dim), None)
+
+
+def _gguf_factor(gguf: GGUFFile, element_size: int) -> float:
+    """Bytes of the file's matrices over those in the model's type, which floats become."""
+    num_bytes = num_weights = 0
+    for tensor in gguf.tensors.values():
+        if len(tensor.shape) < 2:
+            continue
+        count = math.prod(tensor.shape)
+        num_weights += count
+        num_bytes += count * element_size if tensor.type.name in _FLOATS else tensor.nbytes
+    return num_bytes / (num_weights * element_size) if num_weights else 1.0
