@@ -14,7 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 from drafters import Oracle
+from eagle_heads import make_eagle, make_head
 from lora.adapters import make_adapter
+from medusa_heads import make_heads
+from mtp_targets import make_target
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
 from tiny_engine import as_replay
 from tiny_models import make_checkpoint
@@ -37,7 +40,7 @@ from penstock.scheduler.request import RequestState
 from penstock.structured.output import OutputGrammar
 from penstock.text.frontend import PreparedRequest
 
-VARIANTS = ["llama", "qwen2_windowed", "deepseek_v2_lite", "qwen3_next"]
+VARIANTS = ["llama", "qwen2_windowed", "deepseek_v2_lite", "qwen3_next", "mimo"]
 MAX_MODEL_LEN = 96
 GRAMMARS = [
     Structured(regex="(ab|é€|x[0-9]{3}){4}!"),
@@ -50,12 +53,14 @@ ADAPTED = {  # the layers that adapters change
     "qwen2_windowed": ["q_proj", "v_proj", "down_proj"],
     "deepseek_v2_lite": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
     "qwen3_next": ["q_proj", "out_proj", "o_proj"],
+    "mimo": ["q_proj", "o_proj", "down_proj"],
 }
 SPECULATION: list[dict[str, Any]] = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
     {"method": "suffix", "suffix_decoding_max_cached_requests": 4},
     {"method": "custom", "model": "drafters:AtRandom"},
 ]
+TARGETS_WITH_MTP = ("mimo",)
 NUM_ADAPTERS = 3  # more than slots
 Case = tuple[list[int], SamplingParams]
 TOLERANCE = 1e-3  # of logprobs, where rows' numbers depend on the batch in their last bits
@@ -68,6 +73,7 @@ class Model:
     cases: list[Case]
     adapters: list[Adapter | None]  # of the cases
     alone: list[RequestOutput]
+    speculation: list[dict[str, Any]]  # what may draft for it
 
 
 def some_params(rng: random.Random, most: int) -> SamplingParams:
@@ -118,9 +124,9 @@ def some_cases(rng: random.Random, count: int) -> list[Case]:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = make_checkpoint(
-        tmp_path_factory.mktemp(request.param), request.param, vocab_size=VOCAB_SIZE
-    )
+    folder = tmp_path_factory.mktemp(request.param)
+    make = make_target if request.param in TARGETS_WITH_MTP else make_checkpoint
+    path = make(folder, request.param, vocab_size=VOCAB_SIZE)
     make_byte_tokenizer().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
     cases = some_cases(random.Random(request.param), 14)
@@ -133,7 +139,20 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         specs = llm.engine.executor.capabilities.kv_specs
     assert len({tuple(output.outputs[0].token_ids) for output in by_variant}) == len(variants)
     assert [output.error for output in alone] == [None] * len(alone)
-    return Model(path, specs, cases, adapters, alone)
+    return Model(path, specs, cases, adapters, alone, some_speculation(path, request.param))
+
+
+def some_speculation(path: Path, variant: str) -> list[dict[str, Any]]:
+    """Methods with heads of their own, besides those that need none."""
+    found = [*SPECULATION]
+    if variant in ("llama", "qwen2_windowed"):
+        head, _ = make_head(path / "eagle3", path)
+        found.append({"method": "eagle3", "model": str(head)})
+        found.append({"method": "eagle", "model": str(make_eagle(path / "eagle", path))})
+        found.append({"method": "medusa", "model": str(make_heads(path / "medusa", path))})
+    if variant in TARGETS_WITH_MTP:
+        found += [{"method": "mtp", "num_speculative_tokens": count} for count in (1, 3)]
+    return found
 
 
 def some_adapter(checkpoint: Path, variant: str, seed: int) -> Adapter:
@@ -306,7 +325,7 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     drafter: Drafter | None = None
     can_draft = not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
     if can_draft and rng.random() < 0.8:
-        options["speculative_config"] = copy(rng.choice([None, None, *SPECULATION]))
+        options["speculative_config"] = copy(rng.choice([None, None, *model.speculation]))
         if options["speculative_config"] is not None:
             options["speculative_config"]["adaptive"] = rng.random() < 0.3
         elif rng.random() < 0.5:
