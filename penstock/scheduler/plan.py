@@ -18,7 +18,7 @@ class PlannedStep:
         self.states: list[RequestState] = []
         self.jobs: list[Job] = []
         self.num_drafts = 0  # to propose after the step
-        self.is_plain = True  # no drafts are proposed after it, nor verified in it
+        self.without_drafts = True  # no drafts are proposed after it, nor verified in it
         self.is_decode = True  # every request samples, and computes only drafts besides
         self.started_at = 0.0
         self._rows: list[ScheduledRequest] = []  # one per state, sent to the runner

@@ -68,10 +68,10 @@ class RequestState(_EveryStep):
         "drafts_tried",
         "entered_at",
         "finish_reason",
+        "gives_only_tokens",
         "has_sampled",
         "incarnation",
         "is_masked",
-        "is_plain",
         "max_total_tokens",
         "num_cached_tokens",
         "num_drafts",
@@ -115,7 +115,7 @@ class RequestState(_EveryStep):
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0  # positions delivered
         self.pools = request.pools  # its sampling step is the last and produces no token
-        self.is_masked = self.is_plain = False
+        self.is_masked = self.gives_only_tokens = False
         self.stop_ids: frozenset[int] = frozenset()
         self.speculates = False
         if not self.pools:
@@ -123,7 +123,7 @@ class RequestState(_EveryStep):
             self.speculates = params.speculative
             self.is_masked = params.is_masked
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
-            self.is_plain = not (self.is_masked or wants_logprobs)
+            self.gives_only_tokens = not (self.is_masked or wants_logprobs)
             eos_token_ids = [] if params.ignore_eos else request.eos_token_ids
             self.stop_ids = _set_of((*eos_token_ids, *(params.stop_token_ids or ())))
         self._forget_decoding()

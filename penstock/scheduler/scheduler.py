@@ -198,7 +198,7 @@ class Scheduler:
         for state in self._running.in_order():
             if step.budget == 0:
                 break
-            if state.num_computed_tokens < state.ready_until and step.is_plain:
+            if state.num_computed_tokens < state.ready_until and step.without_drafts:
                 step.repeat(state)
                 continue
             if state.status is not RequestStatus.RUNNING:
@@ -259,7 +259,7 @@ class Scheduler:
 
     def _make_ready(self, state: RequestState) -> None:
         """Put a decoding request on the fast path if it qualifies."""
-        if state.has_sampled and state.is_plain:
+        if state.has_sampled and state.gives_only_tokens:
             state.make_ready(self._kv.num_slots(state))
 
     def _make_room(

@@ -66,7 +66,7 @@ class Speculation:
         if not self.is_enabled:
             return
         if not self._limits.adapts_drafts:
-            step.num_drafts, step.is_plain = self._num_drafts, False
+            step.num_drafts, step.without_drafts = self._num_drafts, False
             return
         step.started_at = self._clock()
         num_running = max(len(running), 1)
@@ -83,7 +83,7 @@ class Speculation:
                 self._num_idle = 0
                 self._proposes_probe = True
                 step.num_drafts = 1
-        step.is_plain = not (step.num_drafts or self._verifies_probe)
+        step.without_drafts = not (step.num_drafts or self._verifies_probe)
 
     def num_to_verify(self, state: RequestState) -> int:
         """How many of its proposed drafts the request brings to the step."""

@@ -91,7 +91,7 @@ def test_a_row_from_before_a_preemption_is_not_taken_for_one_of_after_it():
 )
 def test_a_request_that_wants_more_than_tokens_is_planned_every_time(fields):
     request = make_request("a", [2], **fields)
-    assert not RequestState(request, 0, max_model_len=40).is_plain
+    assert not RequestState(request, 0, max_model_len=40).gives_only_tokens
 
 
 def test_an_abort_compares_the_request_with_no_other(monkeypatch):
