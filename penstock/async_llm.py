@@ -78,7 +78,7 @@ class AsyncLLM:
             raise EngineDeadError("the engine was closed while it was starting")
 
     async def _start(self) -> None:
-        self._client.spawn()
+        self._client.spawn(self.config)
         try:
             self.config, _, self._frontend = await start_engine(self._client, self.config)
         except BaseException:

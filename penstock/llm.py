@@ -22,7 +22,7 @@ from penstock.loading.speculators import find_model
 from penstock.observability.logs import setup_logging
 from penstock.protocol.adapter import Adapter, LoRARequest
 from penstock.protocol.beam_search import BeamSearchOutput, BeamSearchParams
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams, check_int
 from penstock.runner.drafter import Drafter
@@ -62,6 +62,11 @@ class LLM(PoolingMethods):
         if named:
             options["logits_processors"] = named
         config = EngineConfig.from_options(options)
+        if config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                "LLM runs one engine in this process: drop data_parallel_size, or use AsyncLLM, "
+                "penstock run-batch or penstock serve, which run replicas"
+            )
         setup_logging(config.observability.log_level)
         self.config, source = find_model(config)
         classes = [item for item in logits_processors if not isinstance(item, str)]

@@ -99,7 +99,7 @@ async def run_batch(
 
     stop = StopSignals()
     client = AsyncEngineClient()
-    client.spawn()
+    client.spawn(config)
     try:
         work = _run_on(client, config, server_config, input_path, output, max_concurrency)
         exit_code = await stop.unless_stopped(work)
@@ -132,7 +132,7 @@ async def _run_on(
     batch = Batch(
         build_app(service),
         output,
-        max_concurrency or 2 * client.info.limits.max_num_seqs,
+        max_concurrency or 2 * client.max_num_seqs,
         on_line=progress.update,
     )
     started, is_done = time.perf_counter(), False

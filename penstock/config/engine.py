@@ -16,6 +16,7 @@ from penstock.config.options import (
     coerce,
     option,
     options_of,
+    parse_numbers,
     refuse_unknown_option,
     require,
 )
@@ -26,6 +27,7 @@ from penstock.protocol.errors import ConfigError
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
 RoutingPolicy = Literal["prefix", "least-loaded", "round-robin"]
+MOST_REPLICAS = 1024  # on one machine
 MOST_CPU_THREADS = 1024  # more than machines have; what a slip of the keyboard asks for
 
 
@@ -115,6 +117,16 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor_parallel_size: int = option(1, "Number of tensor-parallel ranks, one process each.")
+    data_parallel_size: int = option(
+        1,
+        "Number of replicas: engines with the whole model behind one endpoint. They cover for each "
+        "other if one crashes (docs/scaling.md).",
+    )
+    replica_devices: list[str] = option(
+        [],
+        "GPUs or CPU cores of each replica, one value per replica, such as 0-7 or 0,2. Default: "
+        "each replica has the next GPUs, or the cores are shared and threads divided.",
+    )
     data_parallel_rank: int = option(
         0,
         "Rank of this server among those behind an external load balancer. KV events carry it, and "
@@ -127,8 +139,25 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self, "tensor_parallel_size", least=1)
+        require(self, "tensor_parallel_size", "data_parallel_size", least=1)
         require(self, "data_parallel_rank", least=0)
+        if self.data_parallel_size > MOST_REPLICAS:
+            raise ConfigError(
+                f"data_parallel_size must be at most {MOST_REPLICAS}, got {self.data_parallel_size}"
+            )
+        if self.replica_devices and len(self.replica_devices) != self.data_parallel_size:
+            raise ConfigError(
+                f"replica_devices must have one value for each of the {self.data_parallel_size} "
+                f"replicas (data_parallel_size), got {len(self.replica_devices)}"
+            )
+        for index in range(len(self.replica_devices)):
+            self.devices_of(index)
+
+    def devices_of(self, replica: int) -> tuple[int, ...]:
+        """The GPUs or cores in `replica_devices`. Empty: none are given for this replica."""
+        if replica >= len(self.replica_devices):
+            return ()
+        return parse_numbers("replica_devices", self.replica_devices[replica])
 
 
 @dataclass(frozen=True)
@@ -145,6 +174,10 @@ class DeviceConfig:
         "auto", "Kernels to use on a CPU. auto: the C++ library if it is built; torch: PyTorch."
     )
     enforce_eager: bool = option(False, "Disable CUDA graphs.")
+    # Set for each replica, not by users.
+    device_ids: tuple[int, ...] = ()  # its GPUs, one per rank, or its cores; default: by the next
+    first_gpu: int = 0  # of its ranks
+    num_replicas: int = 1  # that share the cores
 
     def __post_init__(self) -> None:
         if self.cpu_threads is not None and not 1 <= self.cpu_threads <= MOST_CPU_THREADS:

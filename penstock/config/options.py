@@ -122,6 +122,20 @@ def coerce(declared: Option, value: Any) -> Any:
     return value
 
 
+def parse_numbers(name: str, text: str) -> tuple[int, ...]:
+    """A list of numbers and ranges such as 0-3,8. Raises `ConfigError`."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        bounds = [item.strip() for item in (first, last if dash else first)]
+        if not all(item.isascii() and item.isdigit() and len(item) < 6 for item in bounds):
+            raise ConfigError(f"{name} must be numbers and ranges such as 0-3,8, got {text!r}")
+        numbers += range(int(bounds[0]), int(bounds[1]) + 1)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"{name} must name each number once, got {text!r}")
+    return tuple(numbers)
+
+
 def parse_bytes(name: str, text: str) -> int:
     """``"4GiB"``, ``"500M"`` or ``"1048576"`` as a number of bytes."""
     units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

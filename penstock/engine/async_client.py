@@ -1,19 +1,20 @@
-"""AsyncEngineClient: drives an engine in another process from an event loop. No torch.
+"""AsyncEngineClient: drives engines in other processes from an event loop. No torch.
 
-The ledger owns the requests. A dispatch runs them on an engine.
+The ledger owns the requests. A set of replicas runs them, each on an engine of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.config import EngineConfig, ServerConfig
-from penstock.engine.dispatch import Dispatch
 from penstock.engine.ledger import DeltaStream, Ledger
-from penstock.engine.messages import EngineInfo, EngineStats
+from penstock.engine.messages import EngineInfo
 from penstock.engine.observer import Observer, RequestRecord
+from penstock.engine.replicas import ReplicaSet, check_cores
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
@@ -28,23 +29,31 @@ class AsyncEngineClient:
     def __init__(self, config: ServerConfig | None = None) -> None:
         self.ledger = Ledger((), self._on_retire)
         self._config = config or ServerConfig()
+        self._info: EngineInfo | None = None
 
-    def spawn(self) -> None:
-        """Start the engine process. `load` then loads the model."""
-        self._dispatch = Dispatch(self.ledger, self._config)
+    def spawn(self, config: EngineConfig) -> None:
+        """Start the engine processes. `load` then loads the model.
+
+        Raises `ConfigError` for more replicas than this machine has cores.
+        """
+        check_cores(config)
+        self._info = None
+        num_replicas = config.parallel.data_parallel_size
+        self.replicas = ReplicaSet(self.ledger, self._config, num_replicas)
 
     async def load(self, config: EngineConfig) -> EngineInfo:
-        """Load the model in the engine. Raises the engine's error if that fails."""
-        return await self._dispatch.load(config)
+        """Load the model in all engines. Raises an engine's error if that fails."""
+        self._info = await self.replicas.load(config)
+        return self._info
 
     async def close(self) -> None:
-        """Stop the process. Unfinished requests get `EngineDeadError`."""
+        """Stop the processes. Unfinished requests get `EngineDeadError`."""
         self.ledger.fail_all(EngineDeadError("the server is shutting down"))
-        await self._dispatch.close()
+        await self.replicas.close()
 
     def kill(self) -> None:
-        """Kill the process without a clean shutdown."""
-        self._dispatch.kill()
+        """Kill the processes without a clean shutdown."""
+        self.replicas.kill()
 
     @property
     def observers(self) -> list[Observer]:
@@ -57,50 +66,58 @@ class AsyncEngineClient:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Limits and properties of the engine. None until it has loaded its model."""
-        return self._dispatch.info
+        """Limits and properties that hold on every engine. None until all are loaded."""
+        return self._info
 
     @property
-    def stats(self) -> EngineStats | None:
-        return self._dispatch.stats
+    def max_num_seqs(self) -> int:
+        """Maximum number of requests that run at once, on all replicas together."""
+        return self.replicas.max_num_seqs
 
     @property
     def is_healthy(self) -> bool:
         """Whether an engine is running and accepts requests now."""
-        return self._dispatch.is_healthy
+        return self.replicas.is_healthy
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine is gone and will not be restarted."""
-        return self._dispatch.is_lost
+        """Whether all engines are gone and will not be restarted."""
+        return self.replicas.is_lost
 
     async def wait_until_lost(self) -> EngineDeadError:
-        """Wait until the engine is gone for good. Returns the reason."""
-        return await self._dispatch.wait_until_lost()
+        """Wait until all engines are gone for good. Returns the reason."""
+        return await asyncio.shield(self.replicas.lost)
 
-    def submit(self, requests: Sequence[EngineRequest]) -> DeltaStream:
+    def submit(
+        self,
+        requests: Sequence[EngineRequest],
+        rank: int | None = None,
+        session: str | None = None,
+    ) -> DeltaStream:
         """Submit requests. Returns one stream with the deltas of all of them.
 
-        Requests wait here while the engine restarts.
+        Requests wait here while no engine is running. `rank` names a replica, which is used if it
+        takes requests now. Requests of one `session` go to the same replica if its load allows.
         """
         if self.info is None or self.is_lost:
             raise EngineDeadError("the engine is not running; nothing can be run on this server")
         stream = self.ledger.open(requests, self.finish)
-        self._dispatch.add([request.request_id for request in requests])
+        self.replicas.add([request.request_id for request in requests], rank, session)
         return stream
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         """End requests early. Ids of finished requests are ignored."""
-        known = [request_id for request_id in request_ids if request_id in self.records]
-        for request_id in known:
-            self.ledger.retire(self.records[request_id], reason)
-        self._dispatch.recall(known)
+        known = [self.records[item] for item in request_ids if item in self.records]
+        for record in known:
+            self.ledger.retire(record, reason)
+        self.replicas.recall(known)
 
     def fail(self, request_ids: Sequence[str], error: Exception) -> None:
         """Fail these requests now. Their streams raise `error`."""
-        for request_id in request_ids:
-            self.ledger.fail(self.records[request_id], error)
-        self._dispatch.recall(request_ids)
+        records = [self.records[request_id] for request_id in request_ids]
+        for record in records:
+            self.ledger.fail(record, error)
+        self.replicas.recall(records)
 
     def fail_all(self, error: Exception) -> None:
         """Fail all requests now. Their streams raise `error`."""
@@ -108,16 +125,19 @@ class AsyncEngineClient:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests. Their streams get a last delta with the reason ABORT."""
-        for request_id in request_ids:
-            record = self.records.get(request_id)
-            if record is not None:
-                delta = EngineDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
-                self.ledger.take(record, delta, time.monotonic())
-        self._dispatch.recall(request_ids)
+        known = [self.records[item] for item in request_ids if item in self.records]
+        for record in known:
+            delta = EngineDelta(request_id=record.request_id, finish_reason=FinishReason.ABORT)
+            self.ledger.take(record, delta, time.monotonic())
+        self.replicas.recall(known)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Run a method of `EngineCore`, in order with the requests sent before and after."""
-        return await self._dispatch.call(method, *args)
+    async def call(self, method: str, *args: Any, replica: int | None = None) -> Any:
+        """Run a method of `EngineCore`, in order with the requests sent before and after.
+
+        It runs on one replica, or on all that are running, and then the result is that of the
+        first.
+        """
+        return await self.replicas.call(method, args, replica)
 
     def _on_retire(self, record: RequestRecord) -> None:
-        self._dispatch.forget(record.request_id)
+        self.replicas.forget(record)

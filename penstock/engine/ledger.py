@@ -109,7 +109,7 @@ class Ledger:
 
     def take(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
         """Record a delta and push it to the request's stream."""
-        if record.first_token_at is not None and record.num_deaths:
+        if record.first_token_at is not None and record.num_engines > 1:
             # A replay may find its own prompt in the cache: the first count is the true one.
             delta = msgspec.structs.replace(delta, num_cached_tokens=record.num_cached_tokens)
         record.num_cached_tokens = max(record.num_cached_tokens, delta.num_cached_tokens)

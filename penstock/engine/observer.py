@@ -17,9 +17,13 @@ class RequestRecord:
     submitted_at: float
     # All tokens received from engines. A replay continues after them.
     token_ids: list[int] = field(default_factory=list)
+    session: str | None = None  # requests of one session should run on one replica
+    replica: int | None = None  # the one that it was given to; None: it waits for one
+    num_engines: int = 0  # to which it was sent, also if twice to the same
     num_deaths: int = 0  # engines that died while it was on them
-    num_tokens_at_death: int = 0  # len(token_ids) when the last engine died
-    is_interrupted: bool = False  # its engine died and it is on no other yet
+    num_early_deaths: int = 0  # of those, engines that died before any step
+    num_tokens_at_death: int = 0  # len(token_ids) when the last of them died
+    is_interrupted: bool = False  # its engine died or gave it up, and it is on no other yet
     has_run: bool = False  # it was in a step of an engine that died
     num_cached_tokens: int = 0
     prefill_s: float = 0.0  # from its first step to its first token
@@ -43,16 +47,22 @@ class RequestRecord:
 
 
 class Observer:
-    """Called in the event loop for every request and token. Must be fast and must not raise."""
+    """Called in the event loop for every request and token. Must be fast and must not raise.
 
-    def on_ready(self, info: EngineInfo) -> None:
+    `replica` is the index of the replica that an engine belongs to.
+    """
+
+    def on_ready(self, replica: int, info: EngineInfo) -> None:
         """An engine has loaded its model: the first one or a restarted one."""
 
-    def on_restart(self) -> None:
+    def on_restart(self, replica: int) -> None:
         """An engine replaced one that died."""
 
+    def on_gone(self, replica: int) -> None:
+        """A replica is gone for good: it kept dying, or it was removed."""
+
     def on_replay(self, record: RequestRecord) -> None:
-        """A request whose engine died is sent to another one."""
+        """A request is sent to another engine: its own died, or gave it up."""
 
     def on_quarantine(self, num_requests: int) -> None:
         """`num_requests` requests may have killed the engine. Each will run alone."""
@@ -66,5 +76,5 @@ class Observer:
     def on_finish(self, record: RequestRecord) -> None:
         """A request ended: it finished, its client left, or the engine is gone."""
 
-    def on_stats(self, stats: EngineStats) -> None:
-        """The engine's state. Called a few times a second while there is work."""
+    def on_stats(self, replica: int, stats: EngineStats) -> None:
+        """An engine's state. Called a few times a second while there is work."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig, ServerConfig
@@ -71,8 +71,8 @@ class Quarantine:
     """
 
     def __init__(self, max_crashes: int) -> None:
+        self.max_crashes = max_crashes
         self.on_trial: str | None = None  # runs alone now
-        self._max_crashes = max_crashes
         self._num_crashes: dict[str, int] = {}  # crashes alone by suspect, in order of trials
 
     def __bool__(self) -> bool:
@@ -81,6 +81,14 @@ class Quarantine:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._num_crashes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._num_crashes)
+
+    def accuse(self, request_ids: Iterable[str]) -> None:
+        """Add suspects. A suspect keeps its record."""
+        for request_id in request_ids:
+            self._num_crashes.setdefault(request_id, 0)
 
     def next_trial(self) -> str:
         """Start the next trial. Returns the id of the request that runs alone."""
@@ -92,14 +100,15 @@ class Quarantine:
         """Clear a request that got a token. A trial ends only when it is off the engine."""
         self._num_crashes.pop(request_id, None)
 
-    def end_trial(self) -> None:
-        self.on_trial = None
+    def end_trial(self, request_id: str) -> None:
+        """A request is off the engine. If it was on trial, the trial is over."""
+        if request_id == self.on_trial:
+            self.on_trial = None
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self.clear(request_id)
-        if request_id == self.on_trial:
-            self.on_trial = None
+        self.end_trial(request_id)
 
     def on_death(self, suspects: Iterable[str]) -> tuple[list[str], str | None, bool]:
         """Record the requests of the fatal step that got no token since the last death.
@@ -110,12 +119,12 @@ class Quarantine:
         self.on_trial = None
         if on_trial is not None and on_trial in accused and on_trial in self._num_crashes:
             self._num_crashes[on_trial] += 1
-            if self._num_crashes[on_trial] < self._max_crashes:
+            if self._num_crashes[on_trial] < self.max_crashes:
                 return [], None, True
             del self._num_crashes[on_trial]
             return [], on_trial, True
         new = [request_id for request_id in accused if request_id not in self._num_crashes]
-        self._num_crashes.update(dict.fromkeys(new, 0))
+        self.accuse(new)
         return new, None, False
 
 
@@ -123,10 +132,11 @@ class Supervisor:
     """Runs one engine at a time.
 
     `on_ready` is called when an engine is ready, before its first outputs go to `on_outputs`.
-    `on_death` decides what a death means. `on_loss` is called when it will not be restarted.
+    `on_death` decides what a death means. `on_loss` is called when it will not be restarted. Log
+    lines use `name`.
 
-    A spare process stands by while an engine runs. It has imported all modules and waits for a
-    model to load. Importing takes longer than loading a small model.
+    With `keep_spare`, a spare process stands by while an engine runs. It has imported all modules
+    and waits for a model to load. Importing takes longer than loading a small model.
     """
 
     def __init__(
@@ -136,6 +146,8 @@ class Supervisor:
         on_death: Callable[[Death], RestartDecision],
         on_ready: Callable[[EngineInfo], None],
         on_loss: Callable[[EngineDeadError], None],
+        name: str = "engine",
+        keep_spare: bool = False,
     ) -> None:
         self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self._config = config
@@ -143,6 +155,9 @@ class Supervisor:
         self._on_death = on_death
         self._on_ready = on_ready
         self._on_loss = on_loss
+        self._name = name
+        self._keeps_spare = keep_spare and config.restart_engine
+        self._engine_config: EngineConfig | None = None  # of engines that are started from now on
         self._policy = RestartPolicy(config.restart_engine, config.max_engine_failures)
         self._running: asyncio.Task[None] | None = None
         self._spare: EngineHandle | None = None
@@ -152,11 +167,6 @@ class Supervisor:
         watch = HangWatch(self._config.engine_heartbeat_timeout_s, self._config.step_timeout_s)
         return EngineHandle(self._on_ready, self._on_outputs, watch)
 
-    @property
-    def num_failures(self) -> int:
-        """Number of failures in a row, as `RestartPolicy` counts them."""
-        return self._policy.num_failures
-
     async def load(self, config: EngineConfig) -> EngineInfo:
         """Load the model in the first engine and supervise it from then on.
 
@@ -165,25 +175,32 @@ class Supervisor:
         info = await self.engine.load(config)
         if info is None:
             raise _start_error(await self.engine.died())
-        # A restarted engine must serve the same max_model_len.
-        model = dataclasses.replace(config.model, max_model_len=info.limits.max_model_len)
-        config = dataclasses.replace(config, model=model)
-        self._running = asyncio.ensure_future(self._run(config))
+        self._engine_config = config
+        self.limit_model_len(info.limits.max_model_len)  # a restarted engine must serve the same
+        self._running = asyncio.ensure_future(self._run())
         self._running.add_done_callback(self._on_end)
         return info
 
-    async def _run(self, config: EngineConfig) -> None:
+    def limit_model_len(self, max_model_len: int) -> None:
+        """Give engines that are started from now on this `max_model_len`."""
+        config = self._engine_config
+        assert config is not None, "`load` comes first"
+        model = dataclasses.replace(config.model, max_model_len=max_model_len)
+        self._engine_config = dataclasses.replace(config, model=model)
+
+    async def _run(self) -> None:
         death = await self._death_of_engine(SPARE_DELAY_S)
         while True:
-            logger.error("The engine died (%s)", death)
+            logger.error("The %s died (%s)", self._name, death)
             delay_s = self._policy.delay_after(death, self._on_death(death))
             if delay_s is None:
                 self._give_up(death)
                 return
             if delay_s:
-                logger.warning("Restarting the engine in %g s", delay_s)
+                logger.warning("Restarting the %s in %g s", self._name, delay_s)
                 await asyncio.sleep(delay_s)
-            death = await self._live(config)
+            assert self._engine_config is not None
+            death = await self._live(self._engine_config)
 
     async def _live(self, config: EngineConfig) -> Death:
         """Start another engine and wait until it dies. Returns how."""
@@ -196,7 +213,7 @@ class Supervisor:
 
     async def _death_of_engine(self, spare_delay_s: float) -> Death:
         """Wait until the engine dies. Keep a spare meanwhile. Returns how the engine died."""
-        if not (self._config.restart_engine and self._config.spare_engine):
+        if not self._keeps_spare:
             return await self.engine.died()
         keeping = asyncio.ensure_future(self._keep_spare(spare_delay_s))
         try:
@@ -226,7 +243,7 @@ class Supervisor:
         num_failures = self._policy.num_failures
         often = f"{num_failures} times in a row soon after its start" if num_failures else "once"
         error = EngineDeadError(
-            f"the engine died {often}, the last time by {death}; it is not restarted"
+            f"the {self._name} died {often}, the last time by {death}; it is not restarted"
         )
         logger.critical("Giving up: %s", error)
         self._lose(error)

@@ -41,7 +41,8 @@ def kv_budget(
     available = platform.available_memory()
     if platform.device.type == "cpu":
         # The OS allocates pages when they are first written, so this is only an upper bound.
-        return min(available // 4, DEFAULT_CPU_KV_BYTES)
+        num_shares = max(4, 2 * config.parallel.data_parallel_size)
+        return min(available // num_shares, DEFAULT_CPU_KV_BYTES)
     return _gpu_kv_budget(config, platform, model, kv_specs, limits, generates, draft_specs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import prometheus_client
@@ -37,7 +37,10 @@ COUNT = steps(1, 200)
 
 @dataclass(frozen=True)
 class Declared:
-    """A metric. It has the label `model_name` and the ones in `labels`."""
+    """A metric. It has the label `model_name` and the ones in `labels`.
+
+    Metrics of an engine also have the label `engine`: the index of its replica.
+    """
 
     name: str  # without the prefix
     kind: Literal["gauge", "counter", "histogram"]
@@ -58,7 +61,7 @@ class Declared:
         return [f"{self.full_name}_{part}" for part in ("bucket", "count", "sum")]
 
 
-DECLARED = (
+OF_ENGINES = (
     # -- the engine's state
     Declared("num_requests_running", "gauge", "Running requests."),
     Declared("num_requests_waiting", "gauge", "Queued requests."),
@@ -117,10 +120,12 @@ DECLARED = (
     ),
     # -- engine crashes
     Declared("engine_restarts", "counter", "Engine restarts after a crash or hang."),
+)
+OF_SERVER = (
     Declared(
         "requests_replayed",
         "counter",
-        "Requests resumed on a new engine after a restart.",
+        "Requests resumed on another engine, after a crash or to empty a replica.",
     ),
     Declared(
         "requests_quarantined",
@@ -212,6 +217,12 @@ DECLARED = (
 )
 
 
+DECLARED = (
+    *(replace(item, labels=("engine", *item.labels)) for item in OF_ENGINES),
+    *OF_SERVER,
+)
+
+
 class Histogram(prometheus_client.Histogram):
     """A histogram that can count the tokens of a whole step at once.
 
@@ -233,6 +244,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._registry = CollectorRegistry()
+        self._shown: dict[tuple[str, str], dict[str, str]] = {}  # labels, by metric and engine
         self._instruments = {item.name: self._make(item) for item in DECLARED}
         # Metrics without extra labels are shown from the start. They are looked up often.
         self._plain = {
@@ -250,10 +262,27 @@ class Metrics:
     def histogram(self, name: str, **labels: str) -> Histogram:
         return self._find(Histogram, name, labels)
 
-    def show_info(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge whose labels are the information. Its earlier labels are forgotten."""
-        self._instruments[name].clear()
-        self.gauge(name, **labels).set(value)
+    def show_info(self, name: str, value: float, engine: str, **labels: str) -> None:
+        """Set an engine's gauge whose labels are the information, in place of its earlier ones."""
+        self._forget_info(name, engine)
+        self._shown[name, engine] = labels
+        self.gauge(name, engine=engine, **labels).set(value)
+
+    def forget_engine(self, engine: str) -> None:
+        """Drop the gauges of an engine that is gone. Its counters stay."""
+        for item in OF_ENGINES:
+            if item.kind == "gauge" and not item.labels:
+                self._instruments[item.name].remove(self._model_name, engine)
+        for name, other in list(self._shown):
+            if other == engine:
+                self._forget_info(name, engine)
+
+    def _forget_info(self, name: str, engine: str) -> None:
+        labels = self._shown.pop((name, engine), None)
+        if labels is not None:
+            (declared,) = (item for item in OF_ENGINES if item.name == name)
+            values = [labels[label] for label in declared.labels]
+            self._instruments[name].remove(self._model_name, engine, *values)
 
     def render(self) -> bytes:
         """Render in Prometheus's text format, which has the type `CONTENT_TYPE`."""

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.protocol.errors import ConfigError
+
 MOST_THREADS = 48
 """More threads do not speed up one model: decoding is bound by memory long before."""
 
@@ -26,6 +28,16 @@ def default_threads(ranks: int = 1, cores: int | None = None) -> int:
     if cores > SPARE_ABOVE:
         cores -= 1
     return max(min(cores // ranks, MOST_THREADS), 1)
+
+
+def threads_of_replica(num_replicas: int, ranks: int = 1) -> int:
+    """Threads for each process of replicas that share the cores. Raises `ConfigError`."""
+    if num_replicas > 1 and (cores := usable_cores()) < num_replicas * ranks:
+        raise ConfigError(
+            f"{num_replicas} replicas (data_parallel_size) are more than the {cores} cores here: "
+            "use fewer, or set cpu_threads to let them share cores"
+        )
+    return default_threads(num_replicas * ranks)
 
 
 def usable_cores(root: Path = Path("/"), cpus: set[int] | None = None) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from penstock.config import DeviceConfig
-from penstock.platforms.cores import default_threads
+from penstock.platforms.cores import threads_of_replica
 from penstock.protocol.errors import ConfigError
 
 GIB = 2**30
@@ -40,10 +41,12 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda needs a CUDA GPU and a CUDA build of torch; use device=cpu")
     if config.device == "cpu" or not has_gpu:
-        threads = config.cpu_threads or default_threads(ranks)
+        _bind_to_cores(config.device_ids)
+        num_replicas = 1 if config.device_ids else config.num_replicas
+        threads = config.cpu_threads or threads_of_replica(num_replicas, ranks)
         torch.set_num_threads(threads)
         return Platform(torch.device("cpu"), False, torch.float32, 128, 2048, "gloo", threads)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", _gpu_of(config, rank))
     torch.cuda.set_device(device)
     return gpu_platform(device, torch.cuda.get_device_properties(device).total_memory)
 
@@ -53,6 +56,36 @@ def gpu_platform(device: torch.device, memory: int) -> Platform:
     # Steps of 16,384 tokens are no faster per token (docs/gpu.md) and take twice the memory.
     max_num_seqs = 1024 if memory >= 70 * GIB else 256
     return Platform(device, True, None, max_num_seqs, 8192, "cpu:gloo,cuda:nccl")
+
+
+def _gpu_of(config: DeviceConfig, rank: int) -> int:
+    if config.device_ids and rank >= len(config.device_ids):
+        raise ConfigError(
+            f"replica_devices gives a replica {len(config.device_ids)} GPUs, too few for its "
+            "ranks (tensor_parallel_size): name one for each"
+        )
+    gpu = config.device_ids[rank] if config.device_ids else config.first_gpu + rank
+    if gpu >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"GPU {gpu} is needed, but there are only {count}: lower data_parallel_size or "
+            "tensor_parallel_size, or name the GPUs of each replica with replica_devices"
+        )
+    return gpu
+
+
+def _bind_to_cores(cores: Collection[int]) -> None:
+    """Run this thread, and those that it starts, on these cores only. Empty: on any."""
+    if not cores:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("replica_devices needs Linux to bind a replica to cores: drop it")
+    usable = os.sched_getaffinity(0)
+    if missing := set(cores) - usable:
+        raise ConfigError(
+            f"replica_devices names core {min(missing)}, but this process may only use "
+            f"{', '.join(map(str, sorted(usable)))}"
+        )
+    os.sched_setaffinity(0, cores)
 
 
 def _available_host_memory() -> int:

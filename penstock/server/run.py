@@ -50,7 +50,7 @@ async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     with listening_socket(server_config) as listener:
         stop = StopSignals()
         client = AsyncEngineClient(server_config)
-        client.spawn()
+        client.spawn(config)
         try:
             service = await stop.unless_stopped(start(config, server_config, client))
             if service is None:

@@ -18,14 +18,16 @@ from penstock.config import EngineConfig, ServerConfig
 from penstock.confined.scope import JobScope
 from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.ledger import DeltaStream
 from penstock.engine.outputs import outputs_of
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
 from penstock.server.adapters.holds import current_hold
-from penstock.server.http.access import salt_by_tenant, tenant_label
+from penstock.server.http.access import own_session, salt_by_tenant, tenant_label
 from penstock.server.http.errors import NotFound, Overloaded, RequestTimeout
+from penstock.server.http.routing import RANK_HEADER, current_route
 from penstock.text.frontend import Frontend, PreparedRequest
 
 if TYPE_CHECKING:
@@ -160,8 +162,7 @@ class Service:
     @property
     def _capacity(self) -> int:
         """Maximum completions that are running or queued."""
-        assert self.client.info is not None
-        return self.client.info.limits.max_num_seqs + self.server_config.max_queued_requests
+        return self.client.max_num_seqs + self.server_config.max_queued_requests
 
     def check_queue(self, num_new: int) -> None:
         """Refuse `num_new` completions if the queue is full. Each completion takes one place."""
@@ -206,11 +207,16 @@ class Service:
                 field,
             )
 
-    def check_health(self) -> None:
-        """Raise if the engine cannot run requests now."""
+    def check_health(self, replica: str | None = None) -> None:
+        """Raise if no engine, or the one of this replica, can run requests now."""
         self._check_not_over()
         if not self.client.is_healthy:
             raise EngineDeadError("the engine is restarting; requests wait for it")
+        if replica is None:
+            return
+        rank = self._check_rank(replica, "replica")
+        if (state := self.client.replicas.members[rank].state) != "serving":
+            raise EngineDeadError(f"replica {rank} takes no requests now: it is {state}")
 
     # -- running requests
 
@@ -288,7 +294,7 @@ class Service:
         self, requests: Sequence[PreparedRequest], timeout_s: float | None = None
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         children = [child for request in requests for child in request.children]
-        stream = self.client.submit([self._complete(child) for child in children])
+        stream = self._submit(children)
         timer = self._start_timer(stream.fail, timeout_s)
         try:
             async for index, output in outputs_of(stream, requests):
@@ -307,7 +313,7 @@ class Service:
 
         Cancelling this aborts them. Raises the same errors as `outputs`.
         """
-        stream = self.client.submit([self._complete(request) for request in requests])
+        stream = self._submit(requests)
         timer = self._start_timer(stream.fail, timeout_s)
         done: dict[str, EngineDelta] = {}
         try:
@@ -325,6 +331,23 @@ class Service:
             if done[request.request_id].payload is None:
                 raise RequestFault("the request was aborted")
         return [done[request.request_id] for request in requests]
+
+    def _submit(self, requests: Sequence[EngineRequest]) -> DeltaStream:
+        """Submit requests, to the replica that the current HTTP request asks for."""
+        rank, session = current_route.get()
+        return self.client.submit(
+            [self._complete(request) for request in requests],
+            rank=None if rank is None else self._check_rank(rank),
+            session=None if session is None else own_session(session),
+        )
+
+    def _check_rank(self, sent: str, field: str = RANK_HEADER) -> int:
+        ranks = self.client.replicas.members
+        rank = int(sent) if sent.isascii() and sent.isdigit() and len(sent) < 6 else -1
+        if rank not in ranks:
+            there_are = ", ".join(map(str, sorted(ranks)))
+            raise InputError(f"there is no replica {sent!r:.20} here, only {there_are}", field)
+        return rank
 
     def _complete(self, child: EngineRequest) -> EngineRequest:
         """Return the request with the current tenant's label and salt, and its adapter."""

@@ -7,142 +7,24 @@ import errno
 import os
 import resource
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import zmq
+from fake_engines import INFO, Bench, on_a_loop, seed_of
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine import messages
-from penstock.engine.async_client import AsyncEngineClient
-from penstock.engine.dispatch import Dispatch
 from penstock.engine.handle import Death, EngineHandle, HangWatch
-from penstock.engine.ledger import DeltaStream, Ledger
-from penstock.engine.messages import EngineInfo, Outputs
+from penstock.engine.ledger import DeltaStream
+from penstock.engine.messages import Outputs
 from penstock.engine.supervisor import RestartDecision, Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import CrashFault, EngineDeadError
-from penstock.protocol.limits import StepLimits
-from penstock.protocol.request import EngineRequest
-from penstock.protocol.sampling import SamplingParams
-
-INFO = EngineInfo(
-    StepLimits(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64), num_kv_blocks=64
-)
-decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
-
-
-class FakeEngine:
-    """Keeps what it is sent, as (kind, request id, output tokens), and the seeds of requests."""
-
-    def __init__(self) -> None:
-        self.is_ready = True
-        self.seeds: list[int] = []
-        self.sent: list[tuple[Any, ...]] = []
-
-    def send(self, kind: bytes, *frames: bytes) -> None:
-        if kind == messages.ADD:
-            request = decode_request(frames[1])
-            assert request.request_id == frames[0].decode()
-            self.sent.append(("add", request.request_id, request.output_token_ids))
-            self.seeds.append(request.seed)
-        elif kind == messages.FINISH:
-            self.sent += [("finish", i) for i in messages.decode_finish(frames[0]).request_ids]
-
-    def take(self) -> list[tuple[Any, ...]]:
-        sent, self.sent = self.sent, []
-        return sent
-
-
-class FakeSupervisor:
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
-        self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
-        self.num_failures = 0
-
-
-class FakeDispatch(Dispatch):
-    def __init__(self, ledger: Ledger, config: ServerConfig, supervisor: FakeSupervisor) -> None:
-        self._fake: Any = supervisor
-        super().__init__(ledger, config)
-
-    def _start(self, config: ServerConfig) -> Supervisor:
-        return self._fake  # type: ignore[no-any-return]
-
-
-def seed_of(request_id: str) -> int:
-    return int.from_bytes(request_id.encode(), "little")
-
-
-class Bench:
-    """A client with a fake engine, and what its observers were told."""
-
-    def __init__(self, max_request_crashes: int = 2) -> None:
-        self.supervisor = FakeSupervisor()
-        self.told: list[str] = []
-        config = ServerConfig(max_request_crashes=max_request_crashes)
-        self.client = AsyncEngineClient(config)
-        self.dispatch: Dispatch = FakeDispatch(self.client.ledger, config, self.supervisor)
-        self.client._dispatch = self.dispatch
-        self.client.observers.append(self)  # type: ignore[arg-type]
-        self.dispatch._on_ready(INFO)
-        self.told.clear()
-
-    def __getattr__(self, name: str) -> Any:
-        assert name.startswith("on_"), name
-        return lambda *_: self.told.append(name)
-
-    @property
-    def engine(self) -> FakeEngine:
-        return self.supervisor.engine
-
-    def submit(self, *request_ids: str) -> DeltaStream:
-        params, now = SamplingParams(max_tokens=16), time.monotonic()
-        return self.client.submit(
-            [
-                EngineRequest(
-                    request_id=i,
-                    prompt_token_ids=[1],
-                    params=params,
-                    seed=seed_of(i),
-                    arrival_time=now,
-                )
-                for i in request_ids
-            ]
-        )
-
-    def say(self, request_id: str, *token_ids: int, **options: Any) -> None:
-        delta = EngineDelta(request_id=request_id, token_ids=list(token_ids), **options)
-        self.dispatch._on_outputs(Outputs([delta]))
-
-    def die(self, *executing: str) -> bool:
-        """The engine dies; whether one request explains it."""
-        self.engine.is_ready = False
-        died = Death("signal 9", None, frozenset(executing), uptime_s=1.0)
-        return self.dispatch._on_death(died).is_explained
-
-    def revive(self) -> list[tuple[Any, ...]]:
-        """Another engine is ready; what it is sent."""
-        self.supervisor.engine = FakeEngine()
-        self.dispatch._on_ready(INFO)
-        return self.engine.take()
 
 
 async def ends_of(stream: DeltaStream) -> list[EngineDelta]:
     return [delta async for deltas in stream for delta in deltas if delta.finish_reason]
-
-
-def on_a_loop(test: Any) -> Any:
-    """Run an async test."""
-
-    def run() -> None:
-        asyncio.run(test())
-
-    run.__name__ = test.__name__
-    return run
 
 
 @on_a_loop
@@ -258,7 +140,6 @@ async def test_one_that_is_too_much_before_any_step_is_found_as_well() -> None:
     stream = bench.submit("a")
     bench.submit("b")
     assert not bench.die()
-    bench.supervisor.num_failures = 1
     assert len(bench.revive()) == 2
     assert not bench.die()
     assert bench.revive() == [("add", "a", [])]
@@ -285,9 +166,7 @@ async def test_when_the_engine_is_lost_everyone_hears_of_it() -> None:
     bench = Bench()
     stream = bench.submit("a")
     bench.die()
-    error = EngineDeadError("for good")
-    bench.supervisor.lost.set_result(error)
-    bench.dispatch._on_loss(error)
+    bench.lose()
     with pytest.raises(EngineDeadError, match="for good"):
         await stream.__anext__()
     with pytest.raises(EngineDeadError):
@@ -346,7 +225,7 @@ async def test_an_engine_is_ready_before_the_outputs_that_came_with_that_message
 @on_a_loop
 async def test_while_there_is_no_engine_nobody_waits_longer_than_the_queue_allows() -> None:
     bench = Bench()
-    bench.dispatch._queue_timeout_s = 0.05
+    bench.client.replicas._queue_timeout_s = 0.05
     ran, waits = bench.submit("ran"), bench.submit("waits")
     talks = bench.submit("talks")
     bench.say("talks", 5)

@@ -223,10 +223,12 @@ def test_close_ends_an_engine_that_is_starting(model: str) -> None:
             start = asyncio.ensure_future(llm.start())
             for _ in range(num_turns):
                 await asyncio.sleep(0)
-            dispatch = getattr(llm._client, "_dispatch", None)
+            replicas = getattr(llm._client, "replicas", None)
             await llm.close()
-            assert (dispatch is None) == (num_turns == 1)
-            assert dispatch is None or dispatch._engine.process.poll() is not None, "it is gone"
+            assert (replicas is None) == (num_turns == 1)
+            if replicas is not None:
+                engine = replicas.members[0].dispatch._engine
+                assert engine.process.poll() is not None, "it is gone"
             with pytest.raises(EngineDeadError, match="closed while it was starting"):
                 await start
         async with llm:  # it can be started again
@@ -241,7 +243,7 @@ def test_a_start_that_is_cancelled_leaves_no_engine(model: str) -> None:
         start = asyncio.ensure_future(llm.start())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        engine = llm._client._dispatch._engine.process
+        engine = llm._client.replicas.members[0].dispatch._engine.process
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
             await start

@@ -73,7 +73,7 @@ def test_one_that_kills_alone_often_enough_is_convicted() -> None:
     assert quarantine.on_death(["good", "bad"]) == (["good", "bad"], None, False)
     assert quarantine.next_trial() == "good"
     quarantine.clear("good")
-    quarantine.end_trial()
+    quarantine.end_trial("good")
     assert quarantine.next_trial() == "bad"
     assert quarantine.on_death(["bad"]) == ([], None, True)
     assert quarantine.next_trial() == "bad"
@@ -134,7 +134,7 @@ def test_the_guilty_fail_and_the_innocent_end(
             tokens[request_id] += 1
             if request_id in quarantine:
                 quarantine.clear(request_id)
-                quarantine.end_trial()
+                quarantine.end_trial(request_id)
             if tokens[request_id] == 5:
                 del tokens[request_id]
                 quarantine.forget(request_id)

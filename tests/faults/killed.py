@@ -29,7 +29,7 @@ async def generate_killed(
     async for output in llm.generate(prompt, HELD, **options):
         if not outputs:
             before()
-            os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
+            os.kill(llm._client.replicas.members[0].dispatch._engine.process.pid, signal.SIGKILL)
             gate.open()  # for the engine that comes
         outputs.append(output)
     return outputs[-1]

@@ -20,13 +20,15 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.replicas: list[int | None] = []  # of the loads; None: all
         self.pinned: set[str] = set()
         self.error: Exception | None = None
         self.may_load = asyncio.Event()
         self.may_load.set()
 
-    async def load(self, adapter: Adapter, pin: bool) -> None:
+    async def load(self, adapter: Adapter, pin: bool, replica: int | None = None) -> None:
         self.calls.append(("load", adapter.digest))
+        self.replicas.append(replica)
         if pin:
             self.pinned.add(adapter.digest)
         await self.may_load.wait()

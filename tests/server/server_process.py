@@ -131,7 +131,8 @@ class ServerProcess:
 
     def is_idle(self) -> bool:
         load = self.get("/load").json()
-        return not any(load.values())
+        replicas = load.pop("replicas")
+        return not any(load.values()) and not any(item["server_load"] for item in replicas)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -193,10 +193,21 @@ def test_an_engine_that_starts_again_gets_pinned_adapters_and_recent_ones(folder
         await setup.load("recent", "org/c")
         setup.engine.calls.clear()
         nothing: Any = None
-        setup.registry.on_ready(nothing)
+        setup.registry.on_ready(0, nothing)
 
     setup = play(folder, scenario)
     assert setup.engine.calls == [("load", "digest of A"), ("load", "digest of C")]
+
+
+def test_each_replica_that_starts_gets_the_adapters_and_the_others_do_not(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("a", "a", pin=True)
+        nothing: Any = None
+        setup.registry.on_ready(1, nothing)
+        setup.registry.on_ready(2, nothing)
+
+    setup = play(folder, scenario)
+    assert setup.engine.replicas == [None, 1, 2]
 
 
 def test_nothing_is_pinned_before_what_was_pinned_when_the_engine_crashed(folder: Path) -> None:
@@ -206,8 +217,8 @@ def test_nothing_is_pinned_before_what_was_pinned_when_the_engine_crashed(folder
         setup.engine.calls.clear()
         setup.engine.may_load.clear()
         nothing: Any = None
-        setup.registry.on_ready(nothing)
-        setup.registry.on_ready(nothing)  # it crashed again
+        setup.registry.on_ready(0, nothing)
+        setup.registry.on_ready(0, nothing)  # it crashed again
         new = asyncio.ensure_future(setup.load("new", "org/c", pin=True))
         while setup.files.num_reads < 3:  # the new one has been read
             await asyncio.sleep(0)

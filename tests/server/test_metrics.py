@@ -232,8 +232,8 @@ def stats(**changes: Any) -> EngineStats:
 
 def test_gauges_show_the_latest_state() -> None:
     observer = MetricsObserver(EngineConfig(), "m")
-    observer.on_stats(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5))
-    observer.on_stats(stats(num_running=4, num_waiting=1, kv_cache_usage=0.25))
+    observer.on_stats(0, stats(num_running=3, num_waiting=2, kv_cache_usage=0.5))
+    observer.on_stats(0, stats(num_running=4, num_waiting=1, kv_cache_usage=0.25))
     samples = parse(observer.metrics.render().decode())
     assert samples["num_requests_running"] == 4
     assert samples["num_requests_waiting"] == 1
@@ -248,15 +248,16 @@ def test_adapters_are_shown_by_name_and_counted_over_restarts() -> None:
         return msgspec.structs.replace(stats(), adapters=AdapterStats(**values))
 
     observer = MetricsObserver(EngineConfig(), "m")
-    observer.on_stats(adapters(running=["a", "b"], waiting=["c"], num_loads=3, num_waits=1))
-    observer.on_stats(adapters(running=["c"], num_loads=4, num_waits=1, num_evictions=1))
-    observer.on_ready(INFO)
-    observer.on_stats(adapters(num_loads=2, num_copies=2))
+    observer.on_stats(0, adapters(running=["a", "b"], waiting=["c"], num_loads=3, num_waits=1))
+    observer.on_stats(0, adapters(running=["c"], num_loads=4, num_waits=1, num_evictions=1))
+    observer.on_ready(0, INFO)
+    observer.on_stats(0, adapters(num_loads=2, num_copies=2))
     text = observer.metrics.render().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (info,) = families[f"{PREFIX}lora_requests_info"].samples
     assert info.labels == {
         "model_name": "m",
+        "engine": "0",
         "max_lora": "2",
         "running_lora_adapters": "",
         "waiting_lora_adapters": "",
@@ -271,7 +272,7 @@ def test_the_names_of_running_and_waiting_adapters_are_labels() -> None:
     observer = MetricsObserver(EngineConfig(), "m")
     values: dict[str, Any] = dict.fromkeys(AdapterStats.__dataclass_fields__, 0)
     values |= {"max_loras": 2, "running": ["a", "b"], "waiting": ["c"]}
-    observer.on_stats(msgspec.structs.replace(stats(), adapters=AdapterStats(**values)))
+    observer.on_stats(0, msgspec.structs.replace(stats(), adapters=AdapterStats(**values)))
     text = observer.metrics.render().decode()
     assert 'running_lora_adapters="a,b"' in text
     assert 'waiting_lora_adapters="c"' in text
@@ -280,10 +281,12 @@ def test_the_names_of_running_and_waiting_adapters_are_labels() -> None:
 def test_gauges_are_zero_while_the_engine_is_gone() -> None:
     app = FastAPI()
     app.include_router(router)
-    app.state.service = SimpleNamespace(client=SimpleNamespace(is_healthy=False))
+    app.state.service = SimpleNamespace(
+        client=SimpleNamespace(replicas=SimpleNamespace(running=[]))
+    )
     app.state.metrics = MetricsObserver(EngineConfig(), "m")
     app.state.responses = SimpleNamespace(store=SimpleNamespace(num_entries=0, num_bytes=0))
-    app.state.metrics.on_stats(stats(num_running=3, num_preemptions=2, kv_cache_usage=0.5))
+    app.state.metrics.on_stats(0, stats(num_running=3, num_preemptions=2, kv_cache_usage=0.5))
     samples = parse(TestClient(app).get("/metrics").text)
     assert samples["num_requests_running"] == samples["kv_cache_usage_perc"] == 0
     assert samples["num_preemptions_total"] == 2
@@ -293,9 +296,9 @@ def samples_after(*engines: EngineStats | None) -> dict[str, float]:
     """Metrics after engines, one after the other, have each reported this or nothing."""
     observer = MetricsObserver(EngineConfig(), "m")
     for reported in engines:
-        observer.on_ready(INFO)
+        observer.on_ready(0, INFO)
         if reported is not None:
-            observer.on_stats(reported)
+            observer.on_stats(0, reported)
     return parse(observer.metrics.render().decode())
 
 
@@ -345,7 +348,7 @@ def test_the_throughput_log_is_silent_without_work(caplog: pytest.LogCaptureFixt
         log.on_submit(ours)
         log.on_tokens(ours, 1, None)
         log.on_tokens(ours, 19, 1.0)
-        log.on_stats(stats(num_running=1, num_prefix_queries=10, num_prefix_hits=5))
+        log.on_stats(0, stats(num_running=1, num_prefix_queries=10, num_prefix_hits=5))
         now = 5.0
         timers.pop()()
         ours.finish_reason = FinishReason.STOP
@@ -373,7 +376,7 @@ def test_the_throughput_log_counts_what_is_pooled(caplog: pytest.LogCaptureFixtu
             log.on_submit(ours)
             ours.finish_reason = reason
             log.on_finish(ours)
-        log.on_stats(stats())
+        log.on_stats(0, stats())
         now = 5.0
         timers.pop()()
     assert not timers
@@ -384,7 +387,7 @@ def test_the_throughput_log_counts_what_is_pooled(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("is_off", [False, True])
 def test_the_throughput_log_can_be_turned_off(is_off: bool) -> None:
     config = EngineConfig.from_options({"disable_log_stats": is_off})
-    client = SimpleNamespace(info=INFO, observers=[])
+    client = SimpleNamespace(replicas=SimpleNamespace(infos={0: INFO}), observers=[])
     observe(SimpleNamespace(config=config, client=client, model_names=["m"]))  # type: ignore[arg-type]
     assert [type(item) for item in client.observers] == [
         MetricsObserver,

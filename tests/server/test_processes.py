@@ -253,15 +253,16 @@ def test_a_body_that_the_engine_cannot_read_fails_one_request(tiny_model: Path) 
 
     async def talk() -> None:
         client = AsyncEngineClient()
-        client.spawn()
+        client.spawn(config)
         await client.load(config)
-        send = client._dispatch._engine.send
+        engine = client.replicas.members[0].dispatch._engine
+        send = engine.send
 
         def damage(*frames: bytes) -> None:
             is_bad = frames[:2] == (messages.ADD, b"bad")
             send(*((*frames[:2], b"no request") if is_bad else frames))
 
-        client._dispatch._engine.send = damage  # type: ignore[method-assign]
+        engine.send = damage  # type: ignore[method-assign]
         good, bad = client.submit([request("good")]), client.submit([request("bad")])
         num_tokens = 0
         async for deltas in good:

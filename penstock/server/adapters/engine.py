@@ -1,4 +1,4 @@
-"""EngineAdapters: tells the engine process to load and drop adapters."""
+"""EngineAdapters: tells the engines to load and drop adapters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class EngineAdapters:
     def __init__(self, client: AsyncEngineClient) -> None:
         self._client = client
 
-    async def load(self, adapter: Adapter, pin: bool) -> None:
-        await self._client.call("pin_adapter" if pin else "load_adapter", adapter)
+    async def load(self, adapter: Adapter, pin: bool, replica: int | None = None) -> None:
+        method = "pin_adapter" if pin else "load_adapter"
+        await self._client.call(method, adapter, replica=replica)
 
     async def unload(self, digest: str) -> None:
         await self._client.call("unload_adapter", digest)

@@ -40,8 +40,11 @@ Refusal = InputError | NotFound
 class AdapterEngine(Protocol):
     """What the engine does with adapters."""
 
-    async def load(self, adapter: Adapter, pin: bool) -> None:
-        """Load into host memory and check everything. Raises `InputError`."""
+    async def load(self, adapter: Adapter, pin: bool, replica: int | None = None) -> None:
+        """Load into host memory and check everything. Raises `InputError`.
+
+        On one replica, or on all that are running.
+        """
 
     async def unload(self, digest: str) -> None:
         """Unpin, and drop it from host memory."""
@@ -79,7 +82,7 @@ class AdapterRegistry(Observer):
         self._failures: dict[str, tuple[float, Refusal]] = {}  # of the resolver, by name
         self._uses = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reload: asyncio.Task[None] | None = None  # into an engine that started again
+        self._reloads: dict[int, asyncio.Task[None]] = {}  # into replicas that started again
         self._threads = ThreadPoolExecutor(NUM_FILE_THREADS, thread_name_prefix="adapters")
 
     def close(self) -> None:
@@ -189,8 +192,8 @@ class AdapterRegistry(Observer):
             raise InputError(str(error), field) from error
         self._loading[adapter.digest] += 1
         try:
-            if pin and self._reload is not None:  # those that were pinned before come first
-                await asyncio.wait([self._reload])
+            if pin and self._reloads:  # those that were pinned before come first
+                await asyncio.wait(self._reloads.values())
             await self._engine.load(adapter, pin)
         except BaseException as error:
             self._run(self._drop(adapter.digest))  # it may be loaded or pinned all the same
@@ -252,20 +255,20 @@ class AdapterRegistry(Observer):
 
     # -- the engine
 
-    def on_ready(self, info: EngineInfo) -> None:
-        """An engine has been started again: load what requests are likely to want."""
-        if self._reload is not None:
-            self._reload.cancel()
-        self._reload = self._run(self._load_again())
+    def on_ready(self, replica: int, info: EngineInfo) -> None:
+        """An engine was started: load what requests are likely to want."""
+        if replica in self._reloads:
+            self._reloads[replica].cancel()
+        self._reloads[replica] = self._run(self._load_again(replica))
 
-    async def _load_again(self) -> None:
+    async def _load_again(self, replica: int) -> None:
         recent = sorted(self._versions.values(), key=lambda item: -item.last_used)
         recent.sort(key=lambda item: not item.is_pinned)
         for version in recent[: self._num_host]:
             if self._versions.get(version.name) is not version:
                 continue
             try:
-                await self._engine.load(version.adapter, version.is_pinned)
+                await self._engine.load(version.adapter, version.is_pinned, replica)
             except PenstockError as error:
                 logger.warning("Adapter %r was not loaded again: %s", version.name, error)
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.server.http.access import route_path
 from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import error_response, response_of
+from penstock.server.http.routing import read_route
 from penstock.server.service import current_body_bytes
 
 VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -23,10 +24,15 @@ PAGES = frozenset({"", "/", "/docs"})
 
 
 class RequestContext(HttpMiddleware):
-    """Gives each request an id (the client's if it sent one) and turns exceptions into errors."""
+    """Gives each request an id (the client's if it sent one) and turns exceptions into errors.
+
+    Also sets `current_route`.
+    """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        read_route(headers)
+        sent = headers.get("x-request-id", "")
         request_id = sent if VALID_REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         has_started = False

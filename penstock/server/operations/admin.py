@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 import penstock
+from penstock.engine.replicas import Replica, ReplicaState
 from penstock.server.http.errors import describe_errors
 from penstock.server.service import Service
 
@@ -16,18 +19,36 @@ class Version(BaseModel):
     version: str
 
 
-class ServerLoad(BaseModel):
+class EngineLoad(BaseModel):
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = Field(
+        default=0.0, description="Fraction of the KV cache in use, 0 to 1."
+    )
+
+
+class ReplicaLoad(EngineLoad):
+    engine: int = Field(description="Index of the replica, as in the metrics' label `engine`.")
+    state: ReplicaState
+    server_load: int = Field(description="Number of unfinished requests on this replica.")
+
+
+class ServerLoad(EngineLoad):
     server_load: int = Field(description="Number of unfinished requests.")
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_cache_usage: float = Field(description="Fraction of the KV cache in use, 0 to 1.")
+    replicas: list[ReplicaLoad]
 
 
 @router.get("/health", response_class=Response, responses=describe_errors(503))
-async def health(request: Request) -> Response:
-    """Health check: 200 while the engine can run requests, else 503."""
+async def health(
+    request: Request,
+    replica: Annotated[str | None, Query(description="Index of a replica.")] = None,
+) -> Response:
+    """Health check: 200 while an engine can run requests, else 503.
+
+    With `replica`, 200 while that replica takes requests.
+    """
     service: Service = request.app.state.service
-    service.check_health()
+    service.check_health(replica)
     return Response()
 
 
@@ -44,7 +65,7 @@ async def ready(request: Request) -> Response:
 @router.post("/ping", response_class=Response, responses=describe_errors(503))
 async def ping(request: Request) -> Response:
     """Same as /health."""
-    return await health(request)
+    return await health(request, None)
 
 
 @router.post("/reset_prefix_cache", response_class=Response, responses=describe_errors(401, 503))
@@ -64,12 +85,27 @@ async def version() -> Version:
 
 @router.get("/load", responses=describe_errors(401))
 async def load(request: Request) -> ServerLoad:
-    """Show the current load, at most a tenth of a second old."""
+    """Show the current load, in sum and by replica, at most a tenth of a second old.
+
+    KV cache usage is the mean of the replicas'.
+    """
     service: Service = request.app.state.service
-    stats = service.client.stats
+    replicas = [load_of(item) for item in service.client.replicas.members.values()]
+    usages = [item.kv_cache_usage for item in replicas]
     return ServerLoad(
         server_load=len(service.client.records),
-        num_requests_running=stats.scheduler.num_running if stats else 0,
-        num_requests_waiting=stats.scheduler.num_waiting if stats else 0,
-        kv_cache_usage=stats.scheduler.kv_cache_usage if stats else 0.0,
+        num_requests_running=sum(item.num_requests_running for item in replicas),
+        num_requests_waiting=sum(item.num_requests_waiting for item in replicas),
+        kv_cache_usage=sum(usages) / len(usages),
+        replicas=replicas,
     )
+
+
+def load_of(replica: Replica) -> ReplicaLoad:
+    known = ReplicaLoad(engine=replica.index, state=replica.state, server_load=replica.num_requests)
+    stats = replica.dispatch.stats
+    if stats is not None:
+        known.num_requests_running = stats.scheduler.num_running
+        known.num_requests_waiting = stats.scheduler.num_waiting
+        known.kv_cache_usage = stats.scheduler.kv_cache_usage
+    return known

@@ -36,12 +36,20 @@ class ThroughputLog(Observer):
         self._num_generated_tokens = 0
         self._num_pooled = 0
         self._pools = False  # an engine either generates or pools
-        self._stats: EngineStats | None = None
-        self._prefix_counts = (0, 0)  # queries and hits before this interval
+        self._stats: dict[int, EngineStats] = {}  # by replica
+        self._prefix_counts: dict[
+            int, tuple[int, int]
+        ] = {}  # queries and hits before this interval
 
-    def on_ready(self, info: EngineInfo) -> None:
-        self._prefix_counts = (0, 0)
-        self._stats = None
+    def on_ready(self, replica: int, info: EngineInfo) -> None:
+        self._forget(replica)
+
+    def on_gone(self, replica: int) -> None:
+        self._forget(replica)
+
+    def _forget(self, replica: int) -> None:
+        self._prefix_counts.pop(replica, None)
+        self._stats.pop(replica, None)
 
     def on_submit(self, record: RequestRecord) -> None:
         self._num_unfinished += 1
@@ -60,8 +68,8 @@ class ThroughputLog(Observer):
             self._num_pooled += 1
             self._num_prompt_tokens += len(record.request.prompt_token_ids)
 
-    def on_stats(self, stats: EngineStats) -> None:
-        self._stats = stats
+    def on_stats(self, replica: int, stats: EngineStats) -> None:
+        self._stats[replica] = stats
 
     def _begin(self) -> None:
         self._since = self._clock()
@@ -71,17 +79,15 @@ class ThroughputLog(Observer):
     def _on_time(self) -> None:
         assert self._since is not None
         elapsed_s = max(self._clock() - self._since, 1e-9)
-        if self._stats is not None:
-            self._log(self._stats, elapsed_s)
+        if self._stats:
+            self._log(elapsed_s)
         self._since = None
         if self._num_unfinished:
             self._begin()
 
-    def _log(self, stats: EngineStats, elapsed_s: float) -> None:
-        state = stats.scheduler
-        counts = (state.num_prefix_queries, state.num_prefix_hits)
-        queries, hits = (new - old for new, old in zip(counts, self._prefix_counts, strict=True))
-        self._prefix_counts = counts
+    def _log(self, elapsed_s: float) -> None:
+        states = [stats.scheduler for stats in self._stats.values()]
+        queries, hits = self._count_prefixes()
         if self._pools:
             made = f"pooling {self._num_pooled / elapsed_s:.1f} inputs/s"
         else:
@@ -91,8 +97,18 @@ class ThroughputLog(Observer):
             "prefix hits %s",
             self._num_prompt_tokens / elapsed_s,
             made,
-            state.num_running,
-            state.num_waiting,
-            100 * state.kv_cache_usage,
+            sum(state.num_running for state in states),
+            sum(state.num_waiting for state in states),
+            100 * sum(state.kv_cache_usage for state in states) / len(states),
             f"{100 * hits / queries:.1f} %" if queries else "-",
         )
+
+    def _count_prefixes(self) -> tuple[int, int]:
+        """Prefix queries and hits since the last interval, on all replicas together."""
+        queries = hits = 0
+        for replica, stats in self._stats.items():
+            before = self._prefix_counts.get(replica, (0, 0))
+            now = stats.scheduler.num_prefix_queries, stats.scheduler.num_prefix_hits
+            self._prefix_counts[replica] = now
+            queries, hits = queries + now[0] - before[0], hits + now[1] - before[1]
+        return queries, hits

@@ -1,0 +1,320 @@
+"""ReplicaSet: decides on which replica each of the ledger's requests runs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.dispatch import Dispatch
+from penstock.engine.ledger import Ledger
+from penstock.engine.messages import EngineInfo
+from penstock.engine.observer import RequestRecord
+from penstock.platforms.cores import threads_of_replica
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.errors import EngineDeadError, waited_too_long
+
+logger = logging.getLogger(__name__)
+
+LOOKS_PER_WAIT = 8  # checks per queue timeout for requests that wait here
+
+ReplicaState = Literal["starting", "serving", "quarantine", "restarting", "draining", "failed"]
+
+
+class Replica:
+    """A dispatch, and what the set knows about it."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self.dispatch = dispatch
+        self.is_draining = False  # takes no new requests
+        self.num_tokens = 0  # of its requests, prompts and maximum outputs together
+
+    @property
+    def index(self) -> int:
+        return self.dispatch.index
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.dispatch.running) + len(self.dispatch.suspects)
+
+    @property
+    def takes_requests(self) -> bool:
+        return not self.is_draining and self.dispatch.is_open
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.dispatch.is_lost:
+            return "failed"
+        if self.dispatch.info is None:
+            return "starting"
+        if self.is_draining:
+            return "draining"
+        if not self.dispatch.is_healthy:
+            return "restarting"
+        return "serving" if self.dispatch.is_open else "quarantine"
+
+
+class ReplicaSet:
+    """One ledger's requests on several replicas.
+
+    A request waits here only while no replica takes requests. If a replica dies, those of its
+    requests that cannot have killed it go on at once on the others. The others run alone on the
+    restarted replica first, never beside requests that are served.
+    """
+
+    def __init__(self, ledger: Ledger, config: ServerConfig, num_replicas: int = 1) -> None:
+        """Start the processes. They import their modules in the background."""
+        self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+        self.members: dict[int, Replica] = {}
+        self._ledger = ledger
+        self._config = config
+        self._waiting: dict[str, None] = {}  # requests on no replica
+        self._queue_timeout_s: float | None = None
+        self._waits_timer: asyncio.TimerHandle | None = None
+        for index in range(num_replicas):
+            self.members[index] = Replica(self._start(index, is_only=num_replicas == 1))
+
+    def _start(self, index: int, is_only: bool) -> Dispatch:
+        return Dispatch(self._ledger, self._config, self, index, is_only)
+
+    # -- the engines
+
+    async def load(self, config: EngineConfig) -> EngineInfo:
+        """Load the model in all engines. Raises the error of the first that fails."""
+        self._queue_timeout_s = config.scheduler.queue_timeout_s
+        dispatches = [replica.dispatch for replica in self.members.values()]
+        infos = await asyncio.gather(
+            *(dispatch.load(replica_config(config, dispatch.index)) for dispatch in dispatches)
+        )
+        # What one replica takes, all must take.
+        smallest = min(infos, key=lambda info: info.limits.max_model_len)
+        for dispatch in dispatches:
+            dispatch.limit_model_len(smallest.limits.max_model_len)
+        return smallest
+
+    async def close(self) -> None:
+        """Stop the processes."""
+        if self._waits_timer is not None:
+            self._waits_timer.cancel()
+        await asyncio.gather(*(replica.dispatch.close() for replica in self.members.values()))
+
+    def kill(self) -> None:
+        """Kill the processes without a clean shutdown."""
+        for replica in self.members.values():
+            replica.dispatch.kill()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether an engine is running."""
+        return any(replica.dispatch.is_healthy for replica in self.members.values())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all replicas are gone for good."""
+        return all(replica.dispatch.is_lost for replica in self.members.values())
+
+    @property
+    def running(self) -> list[int]:
+        """The replicas that have an engine now."""
+        return [index for index, item in self.members.items() if item.dispatch.is_healthy]
+
+    @property
+    def infos(self) -> dict[int, EngineInfo]:
+        """The engines' properties, of replicas that have had one and are not lost."""
+        dispatches = [item.dispatch for item in self.members.values()]
+        return {
+            item.index: item.info
+            for item in dispatches
+            if item.info is not None and not item.is_lost
+        }
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of requests that run at once, on all replicas together."""
+        return sum(info.limits.max_num_seqs for info in self.infos.values())
+
+    async def call(self, method: str, args: Sequence[Any], replica: int | None) -> Any:
+        """Run a method of `EngineCore` on one replica, or on all that are running.
+
+        Returns the first result. Raises an error of the method if it failed anywhere. An engine
+        that dies meanwhile does not count unless all do.
+        """
+        if replica is not None:
+            return await self.members[replica].dispatch.call(method, *args)
+        dispatches = [item.dispatch for item in self.members.values()]
+        if len(dispatches) == 1:
+            return await dispatches[0].call(method, *args)
+        results = await asyncio.gather(
+            *(dispatch.call(method, *args) for dispatch in dispatches if dispatch.is_healthy),
+            return_exceptions=True,
+        )
+        results = [item for item in results if not isinstance(item, EngineDeadError)]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if not results:
+            raise EngineDeadError("no engine is running; try again later")
+        return results[0]
+
+    # -- placing requests
+
+    def add(
+        self, request_ids: Sequence[str], rank: int | None = None, session: str | None = None
+    ) -> None:
+        """Run requests from the ledger, on replica `rank` if it takes requests now."""
+        for request_id in request_ids:
+            record = self._ledger.records[request_id]
+            record.session = session
+            self._place(record, rank)
+
+    def recall(self, records: Sequence[RequestRecord]) -> None:
+        """Make the engines end these requests, which have been retired from the ledger."""
+        by_replica: dict[int, list[str]] = {}
+        for record in records:
+            if record.replica is not None:
+                by_replica.setdefault(record.replica, []).append(record.request_id)
+        for index, request_ids in by_replica.items():
+            self.members[index].dispatch.recall(request_ids)
+
+    def forget(self, record: RequestRecord) -> None:
+        """Forget a request that has ended."""
+        if record.replica is None:
+            self._waiting.pop(record.request_id, None)
+            return
+        replica = self.members[record.replica]
+        replica.num_tokens -= num_tokens_of(record)
+        replica.dispatch.forget(record.request_id)
+
+    def _place(self, record: RequestRecord, rank: int | None = None) -> None:
+        """Send a request to a replica. If none takes requests, it waits."""
+        replica = self._choose(record, rank)
+        if replica is None:
+            self._waiting[record.request_id] = None
+            self._watch_waits()
+            return
+        self._give(record, replica)
+        replica.dispatch.add(record.request_id)
+
+    def _choose(self, record: RequestRecord, rank: int | None) -> Replica | None:
+        if rank is not None and self.members[rank].takes_requests:
+            return self.members[rank]
+        candidates = [item for item in self.members.values() if item.takes_requests]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        return min(candidates, key=lambda item: (item.num_requests, item.num_tokens))
+
+    def _give(self, record: RequestRecord, replica: Replica) -> None:
+        record.replica = replica.index
+        replica.num_tokens += num_tokens_of(record)
+
+    def _take_back(self, record: RequestRecord) -> None:
+        assert record.replica is not None
+        self.members[record.replica].num_tokens -= num_tokens_of(record)
+        record.replica = None
+
+    # -- what a dispatch reports
+
+    def release(self, replica: int, request_ids: Sequence[str]) -> None:
+        records = [self._ledger.records[request_id] for request_id in request_ids]
+        for record in records:
+            self._take_back(record)
+        for record in records:
+            self._place(record)
+
+    def on_open(self, replica: int) -> None:
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        for record in [item for key, item in self._ledger.records.items() if key in waiting]:
+            self._place(record)
+
+    def on_lost(self, replica: int, suspects: Sequence[str], error: EngineDeadError) -> None:
+        for observer in self._ledger.observers:
+            observer.on_gone(replica)
+        if self.is_lost:
+            self._ledger.fail_all(error)
+            self.lost.set_result(error)
+            return
+        num_left = sum(not item.dispatch.is_lost for item in self.members.values())
+        logger.error("Engine %d is taken out; %d others go on", replica, num_left)
+        records = [self._ledger.records[request_id] for request_id in suspects]
+        for record in records:
+            self._take_back(record)
+        self._try_elsewhere(records, error)
+
+    def _try_elsewhere(self, suspects: Sequence[RequestRecord], error: EngineDeadError) -> None:
+        """Find another replica on which suspects can run alone.
+
+        It is one that is not serving. Otherwise it is the one with the least to do, whose requests
+        move to the others, if there are others.
+        """
+        if not suspects:
+            return
+        left = [item for item in self.members.values() if not item.dispatch.is_lost]
+        idle = [item for item in left if not item.takes_requests]
+        if not idle and len(left) == 1:
+            for record in suspects:
+                self._ledger.fail(record, error)
+            return
+        chosen = min(idle or left, key=lambda item: item.num_requests)
+        for record in suspects:
+            self._give(record, chosen)
+        chosen.dispatch.accuse(record.request_id for record in suspects)
+
+    # -- waiting
+
+    def _watch_waits(self) -> None:
+        """Start the queue timeout for requests that wait here. Engines check their own."""
+        if self._queue_timeout_s is not None and self._waits_timer is None:
+            self._waits_timer = asyncio.get_running_loop().call_later(
+                self._queue_timeout_s / LOOKS_PER_WAIT, self._end_long_waits
+            )
+
+    def _end_long_waits(self) -> None:
+        assert self._queue_timeout_s is not None
+        self._waits_timer = None
+        latest = time.monotonic() - self._queue_timeout_s
+        for record in [self._ledger.records[request_id] for request_id in self._waiting]:
+            if record.is_new and record.request.arrival_time < latest:
+                delta = EngineDelta(
+                    request_id=record.request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=waited_too_long(self._queue_timeout_s),
+                    can_retry=True,
+                )
+                self._ledger.take(record, delta, time.monotonic())
+        if self._waiting:
+            self._watch_waits()
+
+
+def num_tokens_of(record: RequestRecord) -> int:
+    """The most tokens that a request computes."""
+    return len(record.request.prompt_token_ids) + record.request.max_tokens
+
+
+def check_cores(config: EngineConfig) -> None:
+    """Raise `ConfigError` for more replicas than cores, before any is started.
+
+    Engines check the number of GPUs: this process does not load the libraries for that.
+    """
+    parallel, device = config.parallel, config.device
+    if device.device == "cpu" and device.cpu_threads is None and not parallel.replica_devices:
+        threads_of_replica(parallel.data_parallel_size, parallel.tensor_parallel_size)
+
+
+def replica_config(config: EngineConfig, index: int) -> EngineConfig:
+    """The configuration of one replica's engine, with the devices or cores that it uses."""
+    parallel = config.parallel
+    if parallel.data_parallel_size == 1 and not parallel.replica_devices:
+        return config
+    device = dataclasses.replace(
+        config.device,
+        device_ids=parallel.devices_of(index),
+        first_gpu=index * parallel.tensor_parallel_size,
+        num_replicas=parallel.data_parallel_size,
+    )
+    return dataclasses.replace(config, device=device)
