@@ -38,8 +38,10 @@ class AsyncEngineClient:
         """
         check_cores(config)
         self._info = None
-        num_replicas = config.parallel.data_parallel_size
-        self.replicas = ReplicaSet(self.ledger, self._config, num_replicas)
+        parallel = config.parallel
+        self.replicas = ReplicaSet(
+            self.ledger, self._config, parallel.data_parallel_size, parallel.data_parallel_routing
+        )
 
     async def load(self, config: EngineConfig) -> EngineInfo:
         """Load the model in all engines. Raises an engine's error if that fails."""

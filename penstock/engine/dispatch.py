@@ -19,6 +19,7 @@ from penstock.engine.supervisor import Quarantine, RestartDecision, Supervisor
 from penstock.protocol.calls import encode_args
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import CrashFault, EngineDeadError
+from penstock.protocol.prefix import CacheUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,20 @@ class DispatchOwner(Protocol):
     def release(self, replica: int, request_ids: Sequence[str]) -> None:
         """These requests are on no engine any more. They may run anywhere."""
 
+    def on_ready(self, replica: int, info: EngineInfo) -> None:
+        """An engine has loaded the model. Its cache is empty."""
+
     def on_open(self, replica: int) -> None:
         """The replica takes requests now."""
+
+    def on_death(self, replica: int) -> None:
+        """The engine has died. Its requests are released next."""
+
+    def on_cache(self, replica: int, update: CacheUpdate) -> None:
+        """The engine's prefix cache has changed."""
+
+    def on_start(self, request_id: str) -> None:
+        """A request got its first token on its engine."""
 
     def on_lost(self, replica: int, suspects: Sequence[str], error: EngineDeadError) -> None:
         """The replica is gone for good. Its suspects have yet to run alone."""
@@ -185,6 +198,7 @@ class Dispatch:
             for observer in self._ledger.observers:
                 observer.on_replay(record)
         record.num_engines += 1
+        record.has_started = False
         self.running[request_id] = None
         body = messages.encode(self._ledger.replay(request_id))
         self._engine.send(messages.ADD, request_id.encode(), body)
@@ -200,6 +214,8 @@ class Dispatch:
             answer = self._calls.pop(result.call_id, None)
             if answer is not None and not answer.done():
                 result.settle(answer)
+        if outputs.cache is not None:
+            self._owner.on_cache(self.index, outputs.cache)
         if outputs.stats is not None:
             self.stats = outputs.stats
             for observer in self._ledger.observers:
@@ -216,6 +232,9 @@ class Dispatch:
             return
         if delta.token_ids or delta.payload is not None:
             self._had_progress = True
+            if not record.has_started:
+                record.has_started = True
+                self._owner.on_start(record.request_id)
             if record.request_id in self._quarantine:
                 self._quarantine.clear(record.request_id)
                 if delta.finish_reason is None:  # the next suspect must be alone on the engine
@@ -226,6 +245,7 @@ class Dispatch:
 
     def _on_ready(self, info: EngineInfo) -> None:
         is_restart, self.info, self._had_progress = self.info is not None, info, False
+        self._owner.on_ready(self.index, info)
         for observer in self._ledger.observers:
             observer.on_ready(self.index, info)
         if is_restart:
@@ -245,6 +265,7 @@ class Dispatch:
     def _on_death(self, death: Death) -> RestartDecision:
         """Find the requests that may have killed the engine, and release the others."""
         self._fail_calls(EngineDeadError(f"the engine died ({death.how}); try again later"))
+        self._owner.on_death(self.index)
         had_progress, self._had_progress, self.stats = self._had_progress, False, None
         running, self.running = self.running, {}
         records = [self._ledger.records[request_id] for request_id in running]

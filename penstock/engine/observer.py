@@ -20,6 +20,7 @@ class RequestRecord:
     session: str | None = None  # requests of one session should run on one replica
     replica: int | None = None  # the one that it was given to; None: it waits for one
     num_engines: int = 0  # to which it was sent, also if twice to the same
+    has_started: bool = False  # it got tokens from the last of them
     num_deaths: int = 0  # engines that died while it was on them
     num_early_deaths: int = 0  # of those, engines that died before any step
     num_tokens_at_death: int = 0  # len(token_ids) when the last of them died

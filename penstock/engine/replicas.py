@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -10,13 +11,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from penstock.config import EngineConfig, ServerConfig
+from penstock.config.engine import RoutingPolicy
 from penstock.engine.dispatch import Dispatch
 from penstock.engine.ledger import Ledger
 from penstock.engine.messages import EngineInfo
 from penstock.engine.observer import RequestRecord
+from penstock.engine.routing import Router
 from penstock.platforms.cores import threads_of_replica
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError, waited_too_long
+from penstock.protocol.prefix import CacheUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +35,6 @@ class Replica:
     def __init__(self, dispatch: Dispatch) -> None:
         self.dispatch = dispatch
         self.is_draining = False  # takes no new requests
-        self.num_tokens = 0  # of its requests, prompts and maximum outputs together
 
     @property
     def index(self) -> int:
@@ -66,12 +69,21 @@ class ReplicaSet:
     restarted replica first, never beside requests that are served.
     """
 
-    def __init__(self, ledger: Ledger, config: ServerConfig, num_replicas: int = 1) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        config: ServerConfig,
+        num_replicas: int = 1,
+        policy: RoutingPolicy = "prefix",
+    ) -> None:
         """Start the processes. They import their modules in the background."""
         self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self.members: dict[int, Replica] = {}
         self._ledger = ledger
         self._config = config
+        self._policy = policy
+        self._router = Router(policy) if num_replicas > 1 else None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[str, None] = {}  # requests on no replica
         self._queue_timeout_s: float | None = None
         self._waits_timer: asyncio.TimerHandle | None = None
@@ -100,6 +112,8 @@ class ReplicaSet:
         """Stop the processes."""
         if self._waits_timer is not None:
             self._waits_timer.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(replica.dispatch.close() for replica in self.members.values()))
 
     def kill(self) -> None:
@@ -184,46 +198,59 @@ class ReplicaSet:
         """Forget a request that has ended."""
         if record.replica is None:
             self._waiting.pop(record.request_id, None)
-            return
-        replica = self.members[record.replica]
-        replica.num_tokens -= num_tokens_of(record)
-        replica.dispatch.forget(record.request_id)
+        else:
+            self.members[record.replica].dispatch.forget(record.request_id)
+        if self._router is not None:
+            self._router.finished(record.request_id)
 
     def _place(self, record: RequestRecord, rank: int | None = None) -> None:
         """Send a request to a replica. If none takes requests, it waits."""
-        replica = self._choose(record, rank)
-        if replica is None:
+        record.replica = self._choose(record, rank)
+        if record.replica is None:
             self._waiting[record.request_id] = None
             self._watch_waits()
-            return
-        self._give(record, replica)
-        replica.dispatch.add(record.request_id)
+        else:
+            self.members[record.replica].dispatch.add(record.request_id)
 
-    def _choose(self, record: RequestRecord, rank: int | None) -> Replica | None:
-        if rank is not None and self.members[rank].takes_requests:
-            return self.members[rank]
-        candidates = [item for item in self.members.values() if item.takes_requests]
-        if len(candidates) < 2:
-            return candidates[0] if candidates else None
-        return min(candidates, key=lambda item: (item.num_requests, item.num_tokens))
-
-    def _give(self, record: RequestRecord, replica: Replica) -> None:
-        record.replica = replica.index
-        replica.num_tokens += num_tokens_of(record)
-
-    def _take_back(self, record: RequestRecord) -> None:
-        assert record.replica is not None
-        self.members[record.replica].num_tokens -= num_tokens_of(record)
-        record.replica = None
+    def _choose(self, record: RequestRecord, rank: int | None) -> int | None:
+        allowed = [index for index, item in self.members.items() if item.takes_requests]
+        if not allowed or self._router is None:
+            return allowed[0] if allowed else None
+        if rank in allowed:
+            allowed = [rank]
+        request = self._ledger.replay(record.request_id) if record.token_ids else record.request
+        return self._router.choose(request, record.session, allowed)
 
     # -- what a dispatch reports
 
     def release(self, replica: int, request_ids: Sequence[str]) -> None:
-        records = [self._ledger.records[request_id] for request_id in request_ids]
-        for record in records:
-            self._take_back(record)
-        for record in records:
-            self._place(record)
+        for request_id in request_ids:
+            self._place(self._ledger.records[request_id])
+
+    def on_ready(self, replica: int, info: EngineInfo) -> None:
+        if self._router is not None:
+            self._router.add(replica, info)
+            if self._policy == "prefix":
+                task = asyncio.ensure_future(self._follow_cache(replica))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _follow_cache(self, replica: int) -> None:
+        """Have an engine report what its prefix cache holds."""
+        with contextlib.suppress(EngineDeadError):  # its successor is asked in turn
+            await self.members[replica].dispatch.call("report_cache")
+
+    def on_cache(self, replica: int, update: CacheUpdate) -> None:
+        if self._router is not None:
+            self._router.published(replica, update)
+
+    def on_start(self, request_id: str) -> None:
+        if self._router is not None:
+            self._router.started(request_id)
+
+    def on_death(self, replica: int) -> None:
+        if self._router is not None:
+            self._router.remove(replica)
 
     def on_open(self, replica: int) -> None:
         if not self._waiting:
@@ -241,10 +268,7 @@ class ReplicaSet:
             return
         num_left = sum(not item.dispatch.is_lost for item in self.members.values())
         logger.error("Engine %d is taken out; %d others go on", replica, num_left)
-        records = [self._ledger.records[request_id] for request_id in suspects]
-        for record in records:
-            self._take_back(record)
-        self._try_elsewhere(records, error)
+        self._try_elsewhere([self._ledger.records[request_id] for request_id in suspects], error)
 
     def _try_elsewhere(self, suspects: Sequence[RequestRecord], error: EngineDeadError) -> None:
         """Find another replica on which suspects can run alone.
@@ -262,7 +286,7 @@ class ReplicaSet:
             return
         chosen = min(idle or left, key=lambda item: item.num_requests)
         for record in suspects:
-            self._give(record, chosen)
+            record.replica = chosen.index
         chosen.dispatch.accuse(record.request_id for record in suspects)
 
     # -- waiting
@@ -289,11 +313,6 @@ class ReplicaSet:
                 self._ledger.take(record, delta, time.monotonic())
         if self._waiting:
             self._watch_waits()
-
-
-def num_tokens_of(record: RequestRecord) -> int:
-    """The most tokens that a request computes."""
-    return len(record.request.prompt_token_ids) + record.request.max_tokens
 
 
 def check_cores(config: EngineConfig) -> None:

@@ -25,7 +25,7 @@ from penstock.protocol.errors import EngineDeadError, InputError, PenstockError,
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
 from penstock.server.adapters.holds import current_hold
-from penstock.server.http.access import own_session, salt_by_tenant, tenant_label
+from penstock.server.http.access import salt_by_tenant, tenant_label
 from penstock.server.http.errors import NotFound, Overloaded, RequestTimeout
 from penstock.server.http.routing import RANK_HEADER, current_route
 from penstock.text.frontend import Frontend, PreparedRequest
@@ -338,7 +338,7 @@ class Service:
         return self.client.submit(
             [self._complete(request) for request in requests],
             rank=None if rank is None else self._check_rank(rank),
-            session=None if session is None else own_session(session),
+            session=session,
         )
 
     def _check_rank(self, sent: str, field: str = RANK_HEADER) -> int:

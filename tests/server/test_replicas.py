@@ -179,9 +179,7 @@ def test_a_request_that_crashes_its_engine_leaves_the_other_replicas_alone(
     eventually(server.is_idle)
 
 
-def test_without_restarts_the_others_go_on(
-    model: Path, calm: list[Answer], tmp_path: Path
-) -> None:
+def test_without_restarts_the_others_go_on(model: Path, calm: list[Answer], tmp_path: Path) -> None:
     subject = start_subject(model, tmp_path, "-dp", "3", "--no-restart-engine")
     with subject.server as server:
         streams = Streams(server)

@@ -6,7 +6,6 @@ or passed on, and neither is anything against which a guessed key could be check
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Sequence
@@ -113,11 +112,6 @@ def _sent_keys(scope: Scope) -> list[str]:
 def tenant_label() -> str:
     """The current tenant's label in the engine."""
     return current_tenant.get()[:MAX_LABEL_LENGTH]
-
-
-def own_session(session: str) -> str:
-    """A session's name that no other tenant's sessions have, of a fixed length."""
-    return hashlib.sha256(f"{current_tenant.get()}:{session}".encode()).hexdigest()
 
 
 def salt_by_tenant(cache_salt: str | None) -> str | None:

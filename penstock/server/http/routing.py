@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -12,9 +13,9 @@ SESSION_HEADER = "X-Session-ID"
 
 
 class Route(NamedTuple):
-    """As it was sent: not checked yet."""
+    """What a client asks for."""
 
-    rank: str | None = None  # the index of a replica
+    rank: str | None = None  # the index of a replica, as it was sent: not checked yet
     session: str | None = None  # requests of one session should run on one replica
 
 
@@ -26,5 +27,7 @@ current_route: ContextVar[Route] = ContextVar("current_route", default=ANYWHERE)
 def read_route(headers: Headers) -> None:
     """Set `current_route`."""
     rank, session = headers.get(RANK_HEADER), headers.get(SESSION_HEADER)
+    if session is not None:
+        session = hashlib.sha256(session.encode()).hexdigest()  # so that all have one length
     if rank is not None or session is not None:
         current_route.set(Route(rank, session))
