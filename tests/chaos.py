@@ -3,6 +3,7 @@
     python tests/chaos.py --seconds 1200                  # a soak of twenty minutes
     python tests/chaos.py --seconds 1200 --no-faults      # the same traffic, on one engine
     python tests/chaos.py --seconds 300 --model default   # on the real default model
+    python tests/chaos.py --seconds 600 --replicas 3      # with three engines
 
 Every answer is compared with that of a calm run. The exit code is 0 if every request ended exactly
 once, with the right answer or the error that it deserves, nothing was left in the engine, and
@@ -189,7 +190,13 @@ def growth(times_s: list[float], sizes: list[int]) -> Growth:
 
 class Chaos:
     def __init__(
-        self, server: ServerProcess, seconds: float, num_clients: int, seed: int, faults: bool
+        self,
+        server: ServerProcess,
+        seconds: float,
+        num_clients: int,
+        seed: int,
+        faults: bool,
+        num_replicas: int,
     ) -> None:
         self.audit = Audit()
         self._server = server
@@ -198,6 +205,7 @@ class Chaos:
         self._started = self._deadline = 0.0
         self._num_clients = num_clients
         self._has_faults = faults
+        self._num_replicas = num_replicas
         self._bodies = good_requests()
         self._streams = Streams(server, timeout_s=300)
         self._calm = [dataclasses.asdict(answer) for answer in self._streams.run(self._bodies)]
@@ -303,15 +311,16 @@ class Chaos:
                 await self._be_healthy(client)
             await asyncio.sleep(self._draw.uniform(0.5, 6.0))
             what = self._draw.choice(["kill", "kill", "stop", "pause"])
-            pids = self._server.engine_pids()
-            if len(pids) != 1:
+            pids = sorted(self._server.engine_pids())
+            if not 0 < len(pids) <= self._num_replicas:
                 continue  # between two engines
             self.audit.faults[what] += 1
+            pid = self._draw.choice(pids)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(*pids, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+                os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
                 if what == "pause":
                     await asyncio.sleep(0.7)
-                    os.kill(*pids, signal.SIGCONT)
+                    os.kill(pid, signal.SIGCONT)
 
     async def _be_healthy(self, client: httpx.AsyncClient) -> None:
         while (await client.get("/health")).status_code != 200 and not self.is_over:
@@ -349,7 +358,13 @@ def count_fds(pid: int) -> int:
 
 
 def run_chaos(
-    model: str, seconds: float, num_clients: int, seed: int, picture: Path, faults: bool = True
+    model: str,
+    seconds: float,
+    num_clients: int,
+    seed: int,
+    picture: Path,
+    faults: bool = True,
+    num_replicas: int = 1,
 ) -> Audit:
     """Start a server, torment it, audit it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -363,10 +378,11 @@ def run_chaos(
             *("--kv-cache-memory-bytes", cache, "--cpu-threads", "1"),
             *("--engine-heartbeat-timeout-s", "4", "--step-timeout-s", "60"),
             *("--max-request-crashes", "2", "--max-engine-failures", "20", *flags),
+            *("--data-parallel-size", str(num_replicas)),
             **options,
         )
         try:
-            chaos = Chaos(server, seconds, num_clients, seed, faults)
+            chaos = Chaos(server, seconds, num_clients, seed, faults, num_replicas)
             chaos.run()
             if (code := server.stop()) != 0:
                 chaos.audit.complain(f"the server ended with code {code}")
@@ -387,8 +403,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", type=Path, default=Path("chaos.png"))
     parser.add_argument("--faults", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--replicas", type=int, default=1)
     args = parser.parse_args()
-    audit = run_chaos(args.model, args.seconds, args.clients, args.seed, args.picture, args.faults)
+    audit = run_chaos(
+        args.model, args.seconds, args.clients, args.seed, args.picture, args.faults, args.replicas
+    )
     print(audit.report())
     return 1 if audit.complaints else 0
 

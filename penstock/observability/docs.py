@@ -44,14 +44,18 @@ rate(penstock:prefix_cache_hits_total[5m]) / rate(penstock:prefix_cache_queries_
 rate(penstock:generation_tokens_total[1m])
 # Do requests fail?
 rate(penstock:request_success_total{finished_reason="error"}[5m])
-# Does the engine crash?
+# Does an engine crash?
 increase(penstock:engine_restarts_total[1h])
+# With several replicas: is the load balanced?
+max(penstock:num_requests_running) / avg(penstock:num_requests_running)
 ```
 
 ## Reference
 
 - The names are vLLM's with another prefix. To reuse a query, replace `vllm:` with `penstock:`.
 - Every metric has the label `model_name`: the first name that the model is served under.
+- Metrics of an engine have the label `engine`: the index of its [replica](scaling.md), 0 if there is
+  only one.
 - A client's request with `n` completions counts as `n` requests, except in `request_params_*`.
 - A completed request is one that finished with `stop` or `length`.
 - A histogram `x` is queried as `x_bucket`, `x_sum` and `x_count`. Its bucket bounds are 1, 2, 5,

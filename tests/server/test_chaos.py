@@ -22,6 +22,20 @@ def test_whatever_happens_every_request_ends_once_and_right(seconds: float, tmp_
     assert (tmp_path / "chaos.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize(
+    "seconds",
+    [6.0, pytest.param(600.0, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["seconds", "ten_minutes"],
+)
+def test_so_it_does_with_several_replicas(seconds: float, tmp_path: Path) -> None:
+    picture = tmp_path / "chaos.png"
+    audit = run_chaos("tiny", seconds, 6, seed=5, picture=picture, num_replicas=3)
+    print(audit.report())
+    assert audit.complaints == []
+    assert audit.ends["right"] > 0
+    assert audit.faults.total() > 0
+
+
 @pytest.mark.parametrize("leaks", ["server", "engine", "none"])
 def test_the_audit_finds_whose_memory_grows(leaks: str) -> None:
     audit, mib = Audit(), 2**20

@@ -2,7 +2,7 @@
 
 import { request } from "./api.js";
 import { Chart } from "./chart.js";
-import { hasNoCache, parseMetrics, pointBetween } from "./prometheus.js";
+import { engines, hasNoCache, parseMetrics, pointBetween } from "./prometheus.js";
 
 const PERIOD_MS = 1000;
 const SPAN_MS = 2 * 60 * 1000;
@@ -41,6 +41,7 @@ export class Dashboard {
     try {
       await this.readHealth();
       await this.readMetrics();
+      if (this.hasReplicas) await this.readReplicas();
     } finally {
       this.isLooking = false;
       this.timer = setTimeout(() => this.look(), PERIOD_MS);
@@ -63,6 +64,7 @@ export class Dashboard {
       const text = await (await request("metrics")).text();
       values = parseMetrics(text);
       document.body.classList.toggle("cacheless", hasNoCache(text));
+      this.hasReplicas = engines(text) > 1 || this.hasReplicas;
       document.body.classList.toggle("drafting", values.get("spec_decode_num_drafts_total") > 0);
     } catch (error) {
       if (error.status === 401) this.onState("locked", "needs a key");
@@ -76,5 +78,27 @@ export class Dashboard {
     this.before = { at: now, values };
     for (const chart of this.charts) chart.draw(this.points, now);
     if (this.isUp) this.onState("ready", "ready");
+  }
+
+  /** One line for each replica: what it does, and how many requests it has. */
+  async readReplicas() {
+    let load;
+    try {
+      load = await (await request("load")).json();
+    } catch {
+      return; // the other looks say what is wrong
+    }
+    const list = document.getElementById("replicas");
+    list.hidden = false;
+    list.replaceChildren(
+      ...load.replicas.map((replica) => {
+        const item = document.createElement("li");
+        item.dataset.state = replica.state;
+        const requests = `${replica.server_load} request${replica.server_load === 1 ? "" : "s"}`;
+        const cache = share(replica.kv_cache_usage).join(" ");
+        item.textContent = `Replica ${replica.engine}: ${replica.state}, ${requests}, KV cache ${cache}`;
+        return item;
+      }),
+    );
   }
 }

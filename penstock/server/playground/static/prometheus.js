@@ -2,9 +2,12 @@
 
 const PREFIX = "penstock:";
 
-/** Values by name without prefix, summed over labels. Buckets are left out. */
+const SHARES = ["kv_cache_usage_perc"];
+
+/** Values by name without prefix, summed over labels; the mean of shares. Buckets are left out. */
 export function parseMetrics(text) {
   const values = new Map();
+  const counts = new Map();
   for (const line of text.split("\n")) {
     if (!line.startsWith(PREFIX)) continue;
     const nameEnd = line.search(/[{ ]/);
@@ -12,8 +15,17 @@ export function parseMetrics(text) {
     if (name.endsWith("_bucket")) continue;
     const value = Number(line.slice(line.lastIndexOf(" ") + 1));
     values.set(name, (values.get(name) ?? 0) + value);
+    counts.set(name, (counts.get(name) ?? 0) + 1);
+  }
+  for (const name of SHARES) {
+    if (values.has(name)) values.set(name, values.get(name) / counts.get(name));
   }
   return values;
+}
+
+/** How many engines there are. */
+export function engines(text) {
+  return (text.match(/^penstock:num_requests_running\{/gm) ?? []).length;
 }
 
 /** Whether the engine says that its model needs no KV cache. */
