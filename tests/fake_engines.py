@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import ServerConfig
+from penstock.config import EngineConfig, ServerConfig
 from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.dispatch import Dispatch
@@ -18,7 +18,7 @@ from penstock.engine.messages import EngineInfo, Outputs
 from penstock.engine.replicas import ReplicaSet
 from penstock.engine.supervisor import Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.errors import EngineDeadError, ModelError
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
@@ -59,18 +59,39 @@ class FakeEngine:
 
 
 class FakeSupervisor:
-    def __init__(self) -> None:
+    """Its engine is not loaded yet."""
+
+    def __init__(self, dispatch: FakeDispatch) -> None:
         self.engine = FakeEngine()
+        self.engine.is_ready = False
+        self.config: EngineConfig | None = None  # that it was loaded with
+        self.is_closed = False
+        self._dispatch = dispatch
         self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+
+    async def load(self, config: EngineConfig) -> EngineInfo:
+        self.config = config
+        if config.model.model == "broken":
+            raise ModelError("this model is broken")
+        self.engine.is_ready = True
+        self._dispatch._on_ready(INFO)
+        return INFO
+
+    def limit_model_len(self, max_model_len: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        assert not self.engine.running, "requests are lost"
+        self.engine.is_ready, self.is_closed = False, True
 
 
 class FakeDispatch(Dispatch):
     def _start(self, config: ServerConfig, keep_spare: bool) -> Supervisor:
-        return FakeSupervisor()  # type: ignore[return-value]
+        return FakeSupervisor(self)  # type: ignore[return-value]
 
 
 class FakeReplicas(ReplicaSet):
-    def _start(self, index: int, is_only: bool) -> Dispatch:
+    def start(self, index: int, is_only: bool = False) -> Dispatch:
         return FakeDispatch(self._ledger, self._config, self, index, is_only)
 
 
@@ -95,6 +116,7 @@ class Bench:
         self.client._info = INFO
         self.client.observers.append(self)  # type: ignore[arg-type]
         for index in range(num_replicas):
+            self.engine_of(index).is_ready = True
             self.dispatch_of(index)._on_ready(INFO)
         self.told.clear()
 

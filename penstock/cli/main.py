@@ -51,6 +51,9 @@ COMMANDS = {
         "Say what fits on given GPUs, and how fast it will be. Needs no GPU and no weights.",
         "[MODEL]",
     ),
+    "replicas": Command(
+        "List, add, drain, restart and remove the replicas of a running server.", "ACTION [N]"
+    ),
     "collect-env": Command("Print versions and hardware, for bug reports."),
 }
 BENCH_HELP = "Measure throughput, latency, startup or a server."

@@ -14,6 +14,7 @@ from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.ledger import DeltaStream, Ledger
 from penstock.engine.messages import EngineInfo
 from penstock.engine.observer import Observer, RequestRecord
+from penstock.engine.replica_operations import ReplicaOperations
 from penstock.engine.replicas import ReplicaSet, check_cores
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
@@ -46,6 +47,7 @@ class AsyncEngineClient:
     async def load(self, config: EngineConfig) -> EngineInfo:
         """Load the model in all engines. Raises an engine's error if that fails."""
         self._info = await self.replicas.load(config)
+        self.operations = ReplicaOperations(self.replicas)
         return self._info
 
     async def close(self) -> None:

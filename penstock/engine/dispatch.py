@@ -166,11 +166,12 @@ class Dispatch:
         if self._quarantine:
             self._go_on()
 
-    def vacate(self) -> None:
-        """Release all requests on the engine. Tokens that are under way still arrive here."""
-        for request_id in self.running:
+    def vacate(self, request_ids: Iterable[str] | None = None) -> None:
+        """Release these requests, or all on the engine. Tokens under way still arrive here."""
+        leaving = list(self.running if request_ids is None else request_ids)
+        for request_id in leaving:
             self._ledger.records[request_id].is_interrupted = True
-        self.recall(list(self.running))
+        self.recall(leaving)
 
     def accuse(self, request_ids: Iterable[str]) -> None:
         """Let each of these run alone. All requests that are on the engine leave first."""

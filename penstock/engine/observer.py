@@ -18,6 +18,7 @@ class RequestRecord:
     # All tokens received from engines. A replay continues after them.
     token_ids: list[int] = field(default_factory=list)
     session: str | None = None  # requests of one session should run on one replica
+    version: int = 0  # of the model on its replica
     replica: int | None = None  # the one that it was given to; None: it waits for one
     num_engines: int = 0  # to which it was sent, also if twice to the same
     has_started: bool = False  # it got tokens from the last of them

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 
 from penstock.config import EngineConfig
-from penstock.engine.dispatch import Dispatch
 from penstock.engine.replicas import Replica, ReplicaSet, replica_config
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError
 
@@ -18,12 +17,128 @@ LOOK_INTERVAL_S = 0.05  # between looks at a replica that is being emptied
 
 
 class ReplicaOperations:
-    """Changes a set of replicas, one at a time. No request fails for it.
+    """Changes a set of replicas, one change at a time. No request fails for it.
 
-    `config` is what replicas are started with from now on.
+    To empty a replica, it gets no new requests, and those on it have `timeout_s` seconds to end.
+    Then they go on elsewhere, if they can: a request that has tokens never changes the version of
+    the model. Others are waited for.
     """
 
-    def __init__(self, replicas: ReplicaSet, config: EngineConfig) -> None:
+    def __init__(self, replicas: ReplicaSet) -> None:
+        assert replicas.config is not None, "the first engines come first"
         self._replicas = replicas
-        self.config = config
+        self._config = replicas.config
+        self._version = 0
         self._turn = asyncio.Lock()
+
+    async def add(self) -> int:
+        """Start one more replica. Returns its index. Raises the engine's error if that fails."""
+        async with self._turn:
+            members = self._replicas.members
+            index = next(index for index in range(len(members) + 1) if index not in members)
+            logger.info("Adding replica %d", index)
+            replica = Replica(self._replicas.start(index), self._version)
+            self._replicas.enter(replica)
+            try:
+                await replica.dispatch.load(replica_config(self._config, index))
+            except BaseException:
+                self._replicas.leave(index)
+                await replica.dispatch.close()
+                raise
+            return index
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        """Empty a replica. It gets requests again after a restart."""
+        async with self._turn:
+            replica = self._find(index)
+            self._check_others(index)
+            await self._empty(replica, timeout_s, replica.version)
+
+    async def restart(self, index: int, timeout_s: float) -> None:
+        """Give a replica another engine. Also brings back one that failed or was drained."""
+        async with self._turn:
+            await self._restart(self._find(index), timeout_s, self._config, self._version)
+
+    async def remove(self, index: int, timeout_s: float) -> None:
+        """Empty a replica and take it away."""
+        async with self._turn:
+            replica = self._find(index)
+            self._check_others(index)
+            await self._empty(replica, timeout_s, replica.version)
+            self._replicas.leave(index)
+            await replica.dispatch.close()
+            logger.info("Replica %d is removed", index)
+
+    async def rolling_restart(self, timeout_s: float, config: EngineConfig | None = None) -> None:
+        """Restart all replicas, one after the other, with another configuration if one is given.
+
+        If one fails to start with that, all go back to what they had, and its error is raised.
+        """
+        async with self._turn:
+            before = self._config, self._version
+            after = before if config is None else (config, self._version + 1)
+            restarted: list[int] = []
+            for index in sorted(self._replicas.members):
+                restarted.append(index)
+                try:
+                    await self._restart(self._find(index), timeout_s, *after)
+                except PenstockError:
+                    if config is not None:
+                        await self._go_back(restarted, timeout_s, *before)
+                    raise
+            self._config, self._version = after
+
+    async def _go_back(
+        self, indexes: Sequence[int], timeout_s: float, config: EngineConfig, version: int
+    ) -> None:
+        logger.error("A replica cannot be started with the new version: going back")
+        for index in reversed(indexes):
+            await self._restart(self._find(index), timeout_s, config, version)
+
+    async def _restart(
+        self, replica: Replica, timeout_s: float, config: EngineConfig, version: int
+    ) -> None:
+        index = replica.index
+        logger.info("Restarting replica %d", index)
+        # The process imports its modules while the other one is emptied.
+        successor = Replica(self._replicas.start(index), version)
+        try:
+            await self._empty(replica, timeout_s, version)
+            self._replicas.enter(successor)
+            await replica.dispatch.close()
+            await successor.dispatch.load(replica_config(config, index))
+        except BaseException as error:
+            await successor.dispatch.close()
+            replica.is_draining = replica.ends_version = False
+            if not self._replicas.has_living:
+                self._replicas.lose(EngineDeadError(f"the last replica was not restarted: {error}"))
+            raise
+
+    async def _empty(self, replica: Replica, timeout_s: float, version: int) -> None:
+        """Wait until a replica has no requests. `version` is that of its successor."""
+        replica.is_draining, replica.ends_version = True, version != replica.version
+        deadline, leaving = time.monotonic() + timeout_s, set[str]()
+        while self._replicas.has_work_for(replica) and not replica.dispatch.is_lost:
+            if not replica.is_draining:
+                raise EngineDeadError(f"replica {replica.index} is needed: no other one is left")
+            if time.monotonic() >= deadline or not self._replicas.takes_requests:
+                running = [item for item in replica.dispatch.running if item not in leaving]
+                movable = self._replicas.movable(running, version)
+                replica.dispatch.vacate(movable)
+                leaving.update(movable)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    def _find(self, index: int) -> Replica:
+        members = self._replicas.members
+        if index not in members:
+            there_are = ", ".join(map(str, sorted(members)))
+            raise InputError(f"there is no replica {index} here, only {there_are}", "replica")
+        return members[index]
+
+    def _check_others(self, index: int) -> None:
+        """Refuse to take away the last replica that takes requests."""
+        members = self._replicas.members.items()
+        if not any(item.takes_requests for other, item in members if other != index):
+            raise InputError(
+                f"no replica but {index} takes requests now: add another one first", "replica"
+            )

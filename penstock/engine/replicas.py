@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from penstock.config import EngineConfig, ServerConfig
@@ -32,9 +32,11 @@ ReplicaState = Literal["starting", "serving", "quarantine", "restarting", "drain
 class Replica:
     """A dispatch, and what the set knows about it."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, version: int = 0) -> None:
         self.dispatch = dispatch
+        self.version = version  # of the model
         self.is_draining = False  # takes no new requests
+        self.ends_version = False  # draining, and its successor has another version
 
     @property
     def index(self) -> int:
@@ -66,7 +68,8 @@ class ReplicaSet:
 
     A request waits here only while no replica takes requests. If a replica dies, those of its
     requests that cannot have killed it go on at once on the others. The others run alone on the
-    restarted replica first, never beside requests that are served.
+    restarted replica first, never beside requests that are served. A request that has tokens goes
+    on only with the version of the model that they come from.
     """
 
     def __init__(
@@ -79,18 +82,21 @@ class ReplicaSet:
         """Start the processes. They import their modules in the background."""
         self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self.members: dict[int, Replica] = {}
+        self.config: EngineConfig | None = None  # what all engines were loaded with
         self._ledger = ledger
         self._config = config
         self._policy = policy
         self._router = Router(policy) if num_replicas > 1 else None
+        self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[str, None] = {}  # requests on no replica
         self._queue_timeout_s: float | None = None
         self._waits_timer: asyncio.TimerHandle | None = None
         for index in range(num_replicas):
-            self.members[index] = Replica(self._start(index, is_only=num_replicas == 1))
+            self.members[index] = Replica(self.start(index, is_only=num_replicas == 1))
 
-    def _start(self, index: int, is_only: bool) -> Dispatch:
+    def start(self, index: int, is_only: bool = False) -> Dispatch:
+        """Start the process of a replica, which is no member yet."""
         return Dispatch(self._ledger, self._config, self, index, is_only)
 
     # -- the engines
@@ -106,10 +112,64 @@ class ReplicaSet:
         smallest = min(infos, key=lambda info: info.limits.max_model_len)
         for dispatch in dispatches:
             dispatch.limit_model_len(smallest.limits.max_model_len)
+        model = dataclasses.replace(config.model, max_model_len=smallest.limits.max_model_len)
+        self.config = dataclasses.replace(config, model=model)
         return smallest
+
+    def enter(self, replica: Replica) -> None:
+        """Add a replica, or put it in the place of another. Its engine is yet to be loaded."""
+        self.members[replica.index] = replica
+        if self._router is None and len(self.members) > 1:
+            self._router = Router(self._policy)
+            for index, info in self.infos.items():
+                self.on_ready(index, info)
+            for record in self._ledger.records.values():
+                if record.replica in self.infos:
+                    self._router.choose(record.request, record.session, [record.replica])
+
+    def leave(self, index: int) -> None:
+        """Remove a replica that has no requests."""
+        self.on_death(index)
+        del self.members[index]
+        for observer in self._ledger.observers:
+            observer.on_gone(index)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether any replica takes new requests."""
+        return any(item.takes_requests for item in self.members.values())
+
+    @property
+    def has_living(self) -> bool:
+        """Whether any replica is not lost."""
+        return bool(self._living())
+
+    def has_work_for(self, replica: Replica) -> bool:
+        """Whether a replica has requests, or some that only it can run wait for it."""
+        if replica.num_requests or not replica.ends_version:
+            return bool(replica.num_requests)
+        waiting = [self._ledger.records[request_id] for request_id in self._waiting]
+        versions = {item.version for item in self.members.values() if item is not replica}
+        return any(
+            item.token_ids and item.version == replica.version and item.version not in versions
+            for item in waiting
+        )
+
+    def movable(self, request_ids: Iterable[str], version: int) -> list[str]:
+        """Those that can leave their replica, whose successor has this version."""
+        versions = {version}
+        versions |= {item.version for item in self.members.values() if item.takes_requests}
+        records = [self._ledger.records[request_id] for request_id in request_ids]
+        return [
+            item.request_id for item in records if not item.token_ids or item.version in versions
+        ]
+
+    def _living(self) -> dict[int, Replica]:
+        return {index: item for index, item in self.members.items() if not item.dispatch.is_lost}
 
     async def close(self) -> None:
         """Stop the processes."""
+        self._is_closing = True
         if self._waits_timer is not None:
             self._waits_timer.cancel()
         for task in self._tasks:
@@ -118,6 +178,7 @@ class ReplicaSet:
 
     def kill(self) -> None:
         """Kill the processes without a clean shutdown."""
+        self._is_closing = True
         for replica in self.members.values():
             replica.dispatch.kill()
 
@@ -129,7 +190,7 @@ class ReplicaSet:
     @property
     def is_lost(self) -> bool:
         """Whether all replicas are gone for good."""
-        return all(replica.dispatch.is_lost for replica in self.members.values())
+        return self._is_closing or self.lost.done()
 
     @property
     def running(self) -> list[int]:
@@ -209,11 +270,22 @@ class ReplicaSet:
         if record.replica is None:
             self._waiting[record.request_id] = None
             self._watch_waits()
-        else:
-            self.members[record.replica].dispatch.add(record.request_id)
+            return
+        replica = self.members[record.replica]
+        record.version = replica.version
+        replica.dispatch.add(record.request_id)
+
+    def _allowed(self, record: RequestRecord) -> list[int]:
+        """The replicas that may run a request now."""
+        if not record.token_ids:
+            return [index for index, item in self.members.items() if item.takes_requests]
+        same = [item for item in self.members.values() if item.version == record.version]
+        allowed = [item.index for item in same if item.takes_requests]
+        # The last replica with a version runs its requests to their end.
+        return allowed or [i.index for i in same if i.ends_version and i.dispatch.is_open]
 
     def _choose(self, record: RequestRecord, rank: int | None) -> int | None:
-        allowed = [index for index, item in self.members.items() if item.takes_requests]
+        allowed = self._allowed(record)
         if not allowed or self._router is None:
             return allowed[0] if allowed else None
         if rank in allowed:
@@ -262,13 +334,30 @@ class ReplicaSet:
     def on_lost(self, replica: int, suspects: Sequence[str], error: EngineDeadError) -> None:
         for observer in self._ledger.observers:
             observer.on_gone(replica)
-        if self.is_lost:
-            self._ledger.fail_all(error)
-            self.lost.set_result(error)
+        if not (left := self._living()):
+            self.lose(error)
             return
-        num_left = sum(not item.dispatch.is_lost for item in self.members.values())
-        logger.error("Engine %d is taken out; %d others go on", replica, num_left)
+        logger.error("Engine %d is taken out; %d others go on", replica, len(left))
         self._try_elsewhere([self._ledger.records[request_id] for request_id in suspects], error)
+        if all(item.is_draining for item in left.values()):
+            self._stop_draining(left.values())
+        versions = {item.version for item in left.values()}
+        for record in [self._ledger.records[request_id] for request_id in self._waiting]:
+            if record.token_ids and record.version not in versions:
+                self._ledger.fail(record, error)
+
+    def _stop_draining(self, replicas: Iterable[Replica]) -> None:
+        """No other replica is left: these take requests again."""
+        for replica in replicas:
+            replica.is_draining = replica.ends_version = False
+            if replica.dispatch.is_open:
+                self.on_open(replica.index)
+
+    def lose(self, error: EngineDeadError) -> None:
+        """All replicas are gone for good."""
+        self._ledger.fail_all(error)
+        if not self.lost.done():
+            self.lost.set_result(error)
 
     def _try_elsewhere(self, suspects: Sequence[RequestRecord], error: EngineDeadError) -> None:
         """Find another replica on which suspects can run alone.
@@ -278,7 +367,7 @@ class ReplicaSet:
         """
         if not suspects:
             return
-        left = [item for item in self.members.values() if not item.dispatch.is_lost]
+        left = list(self._living().values())
         idle = [item for item in left if not item.takes_requests]
         if not idle and len(left) == 1:
             for record in suspects:

@@ -54,8 +54,8 @@ max(penstock:num_requests_running) / avg(penstock:num_requests_running)
 
 - The names are vLLM's with another prefix. To reuse a query, replace `vllm:` with `penstock:`.
 - Every metric has the label `model_name`: the first name that the model is served under.
-- Metrics of an engine have the label `engine`: the index of its [replica](scaling.md), 0 if there is
-  only one.
+- Metrics of an engine have the label `engine`, the index of its [replica](scaling.md), 0 if there
+  is only one.
 - A client's request with `n` completions counts as `n` requests, except in `request_params_*`.
 - A completed request is one that finished with `stop` or `length`.
 - A histogram `x` is queried as `x_bucket`, `x_sum` and `x_count`. Its bucket bounds are 1, 2, 5,

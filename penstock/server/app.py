@@ -34,7 +34,7 @@ from penstock.server.openai import (
     models,
     tokenize,
 )
-from penstock.server.operations import admin, metrics
+from penstock.server.operations import admin, metrics, replicas
 from penstock.server.pooling import cohere, embeddings, scores
 from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
@@ -55,6 +55,7 @@ ROUTERS = (
     conversations.router,
     tokenize.router,
     admin.router,
+    replicas.router,
     adapters.router,
     metrics.router,
     playground.router,

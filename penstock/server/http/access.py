@@ -18,6 +18,7 @@ from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import error_response
 
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_PREFIX = "/replicas"
 ADMIN_REFUSAL = (
     "this route requires an admin API key of the server: send it as 'Authorization: Bearer KEY'"
 )
@@ -39,7 +40,7 @@ def route_path(scope: Scope) -> str:
 
 
 def is_admin_path(path: str) -> bool:
-    return path in ADMIN_PATHS
+    return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
 
 
 def is_private_path(path: str) -> bool:

@@ -1,0 +1,60 @@
+"""Rolls another version of the model through the replicas of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+
+from penstock.config import EngineConfig
+from penstock.loading.source import ModelSource
+from penstock.protocol.errors import InputError
+from penstock.server.run import system_fingerprint
+from penstock.server.service import Service
+from penstock.text.frontend import Frontend
+
+
+async def roll_to(service: Service, model: str, timeout_s: float) -> None:
+    """Serve the model at `model` in place of the present one. Its names stay.
+
+    Requests are prepared once for both versions, so both must have the same tokenizer. Raises
+    `InputError` for another one, and the engine's error if the model cannot be loaded. Then
+    everything is as before.
+    """
+    now = service.client.replicas.config
+    assert now is not None
+    asked = dataclasses.replace(now, model=dataclasses.replace(now.model, model=model))
+    config, frontend, source = await asyncio.to_thread(_find, asked, service.frontend)
+    shown, service.fingerprint = service.fingerprint, None  # two versions are served meanwhile
+    try:
+        await service.client.operations.rolling_restart(timeout_s, config)
+    except BaseException:
+        service.fingerprint = shown
+        raise
+    service.client.replicas.config = config
+    service.frontend = frontend
+    service.fingerprint = system_fingerprint(config, source.fingerprint)
+
+
+def _find(asked: EngineConfig, present: Frontend) -> tuple[EngineConfig, Frontend, ModelSource]:
+    from penstock.loading.speculators import find_model
+
+    config, source = find_model(asked)
+    frontend = Frontend(
+        config.model,
+        source,
+        present.max_model_len,
+        chat=config.chat,
+        seeds=random.SystemRandom(),
+    )
+    if (frontend.tokenizer is None) != (present.tokenizer is None) or (
+        frontend.tokenizer is not None
+        and present.tokenizer is not None
+        and frontend.tokenizer.to_json() != present.tokenizer.to_json()
+    ):
+        raise InputError(
+            "model has another tokenizer than the one that is served: start another server for it",
+            "model",
+        )
+    frontend.pool, frontend.pooling = present.pool, present.pooling
+    return config, frontend, source
