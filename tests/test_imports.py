@@ -46,6 +46,7 @@ def test_importing_penstock_imports_nothing_heavy() -> None:
         ["run-batch", "--help"],
         ["merge", "--help"],
         ["plan", "--help"],
+        ["replicas", "--help"],
         ["collect-env", "--help"],
     ],
     ids=" ".join,

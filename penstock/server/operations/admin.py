@@ -38,7 +38,7 @@ class ServerLoad(EngineLoad):
     replicas: list[ReplicaLoad]
 
 
-@router.get("/health", response_class=Response, responses=describe_errors(503))
+@router.get("/health", response_class=Response, responses=describe_errors(400, 503))
 async def health(
     request: Request,
     replica: Annotated[str | None, Query(description="Index of a replica.")] = None,

@@ -17,7 +17,7 @@ from penstock.server.schema.base import Body, Text
 from penstock.server.service import Service
 
 router = APIRouter(tags=["Operations"], route_class=JsonRoute)
-REPLIES = describe_errors(400, 401, 503)
+REPLIES = describe_errors(400, 401, 408, 413, 503)
 T = TypeVar("T")
 
 
