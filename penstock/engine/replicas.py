@@ -425,4 +425,7 @@ def replica_config(config: EngineConfig, index: int) -> EngineConfig:
         first_gpu=index * parallel.tensor_parallel_size,
         num_replicas=parallel.data_parallel_size,
     )
-    return dataclasses.replace(config, device=device)
+    # KV events carry the rank, and their ports are offset by it.
+    rank = parallel.data_parallel_rank + index
+    parallel = dataclasses.replace(parallel, data_parallel_rank=rank)
+    return dataclasses.replace(config, device=device, parallel=parallel)

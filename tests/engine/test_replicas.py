@@ -348,6 +348,7 @@ def test_whatever_happens_each_token_comes_once_and_only_the_guilty_fail(
 def test_each_replica_has_devices_of_its_own() -> None:
     config = EngineConfig.from_options({"data_parallel_size": 3, "tensor_parallel_size": 2})
     assert [replica_config(config, i).device.first_gpu for i in range(3)] == [0, 2, 4]
+    assert [replica_config(config, i).parallel.data_parallel_rank for i in range(3)] == [0, 1, 2]
     named = EngineConfig.from_options(
         {"data_parallel_size": 2, "replica_devices": ["0-2,8", "4,5"]}
     )
