@@ -14,8 +14,11 @@ from sampling_kinds import KINDS
 from tiny_engine import open_llm, prepare_replay, tokens_and_logprobs
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models
+from torch import nn
 
 from penstock import LLM, SamplingParams
+from penstock.executor.in_process import InProcessExecutor
+from penstock.layers.matrix import MatrixLayer
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafters.draft_model import DraftModelDrafter
 from penstock.scheduler.plan import PlannedStep
@@ -260,6 +263,31 @@ def test_draft_layers_take_their_share_of_the_cache(tiny_llama: str) -> None:
         with open_llm(tiny_llama, speculative_config=settings) as llm:
             blocks.append(llm.engine.scheduler.kv.pool.num_usable)
     assert blocks[1] + 1 == (blocks[0] + 1) // 2  # with the null block
+
+
+def methods_of(model: nn.Module) -> list[tuple[str, bool]]:
+    """How a model's matrices are stored."""
+    layers = [module for module in model.modules() if isinstance(module, MatrixLayer)]
+    return [(type(each.method).__name__, getattr(each.method, "int8", False)) for each in layers]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_draft_model_is_quantized_if_asked(
+    tiny_llama: str, expected: Results, quantization: str
+) -> None:
+    settings = {"method": "draft_model", "model": tiny_llama, "adaptive": False}
+    with open_llm(tiny_llama, quantization=quantization) as llm:
+        assert isinstance(llm.engine.executor, InProcessExecutor)
+        quantized = methods_of(llm.engine.executor.worker.model)
+    settings["quantization"] = quantization
+    with open_llm(tiny_llama, speculative_config=settings) as llm:
+        assert run(llm) == expected
+        assert isinstance(llm.engine.executor, InProcessExecutor)
+        worker = llm.engine.executor.worker
+        assert isinstance(worker.drafter, DraftModelDrafter)
+        assert methods_of(worker.drafter.model) == quantized != methods_of(worker.model)
+        stats = llm.engine.speculation_stats()
+    assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens
 
 
 def test_two_ranks_draft_alike(tiny_llama: str, expected: Results) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tiny_engine import open_llm, tokens_and_logprobs
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError, ModelError
+from penstock.scheduler.plan import PlannedStep
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,35 @@ def test_tokens_and_logprobs_are_those_without_a_head(
         assert llm.engine.speculation_stats().num_draft_tokens > 100
 
 
+def test_rows_that_the_head_did_not_see_change_no_tokens(
+    tiny_llama: str, head: tuple[Path, Tensors]
+) -> None:
+    """Blocks with such rows are cached, and the second turn of a chat reads them."""
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=40, ignore_eos=True)
+
+    def chat(llm: LLM) -> list[list[int]]:
+        turns = [prompts()[1]["prompt_token_ids"]]
+        for _ in range(3):
+            (output,) = llm.generate({"prompt_token_ids": turns[-1]}, params, use_tqdm=False)
+            turns.append([*turns[-1], *output.outputs[0].token_ids])
+        return turns
+
+    with open_llm(tiny_llama) as llm:
+        expected = chat(llm)
+    config = {"method": "eagle3", "model": str(head[0])}
+    with open_llm(tiny_llama, speculative_config=config, block_size=4) as llm:
+        speculation, rng = llm.engine.scheduler.speculation, random.Random(1)
+
+        def plan(step: PlannedStep, running: object) -> None:
+            step.num_drafts, step.without_drafts = rng.choice([0, 0, 2]), False
+
+        speculation.plan = plan  # type: ignore[method-assign]
+        speculation.num_to_verify = lambda state: state.num_drafts  # type: ignore[method-assign]
+        assert chat(llm) == expected
+        assert llm.engine.stats().num_prefix_hits > 80
+        assert llm.engine.speculation_stats().num_draft_tokens > 20
+
+
 def test_heads_of_the_speculators_library_are_the_same(
     tiny_llama: str, head: tuple[Path, Tensors], tmp_path: Path
 ) -> None:
@@ -123,6 +154,19 @@ def test_a_head_for_another_target_is_refused(
     folder, _ = make_head(tmp_path / "head", Path(tiny_llama), **changes)
     with pytest.raises(error, match=text):
         open_llm(tiny_llama, speculative_config={"method": "eagle3", "model": str(folder)})
+
+
+def test_a_shorter_context_than_the_targets_is_extended_with_a_line(
+    tiny_llama: str, head: tuple[Path, Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's config.json says 16 positions."""
+    lines: list[str] = []
+    logger = logging.getLogger("penstock.runner.drafters.head")
+    monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args))
+    config = {"method": "eagle3", "model": str(head[0])}
+    with open_llm(tiny_llama, speculative_config=config, max_model_len=128):
+        (line,) = lines
+    assert line.endswith("max_position_embeddings 16: it drafts up to max_model_len, 128 tokens")
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(

@@ -13,7 +13,7 @@ from penstock.models.assembly import load_model
 from penstock.models.eagle import Eagle
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafter import DraftSetup
-from penstock.runner.drafters.head import HeadDrafter
+from penstock.runner.drafters.head import HeadDrafter, use_positions
 
 
 class EagleDrafter(HeadDrafter):
@@ -26,8 +26,8 @@ class EagleDrafter(HeadDrafter):
         found = resolve_source(own.model, own.load)
         names = open_checkpoint(found, own.load).names() if found.tensor_files else []
         self._check_kind(found.config, names)
-        # Such files name the context that the head was trained with. Its layer has no such limit.
-        settings = {**found.config, "max_position_embeddings": max_model_len}
+        settings = dict(found.config)
+        use_positions(settings, self._name, max_model_len)
 
         def create(build: Build, raw: Mapping[str, Any]) -> Eagle:
             return Eagle(build, raw, setup.target, names)

@@ -9,7 +9,7 @@ from penstock.models.assembly import load_model
 from penstock.models.eagle3 import Eagle3, aux_layers, flatten_config
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafter import DraftSetup
-from penstock.runner.drafters.head import HeadDrafter
+from penstock.runner.drafters.head import HeadDrafter, use_positions
 
 
 class Eagle3Drafter(HeadDrafter):
@@ -21,8 +21,7 @@ class Eagle3Drafter(HeadDrafter):
         own, max_model_len = setup.config_of(self._name), setup.limits.max_model_len
         found = resolve_source(own.model, own.load)
         settings = flatten_config(found.config)
-        # Such files name the context that the head was trained with. Its layer has no such limit.
-        settings["max_position_embeddings"] = max_model_len
+        use_positions(settings, self._name, max_model_len)
         aux = aux_layers(settings, int(setup.source.config["num_hidden_layers"]))
         settings["num_aux_hidden_states"] = len(aux)
         found = dataclasses.replace(found, config=settings)

@@ -4,11 +4,16 @@ Row p of the head's cache has token p and the hidden state of position p - 1. So
 step's rows right after the target, with the target's own positions and block tables, and knows all
 it needs: no row waits for a token that is not sampled yet. Rows of rejected drafts are computed
 again with the next step, like the target's. After a prefix hit one row lacks its hidden state.
+
+On a CPU, decode steps after which nothing is proposed are not observed, so the head's cache lacks
+their rows. Their blocks enter the prefix cache all the same: the target would have to compute them
+again otherwise, and the head cannot, without its hidden states. It costs acceptance only.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +27,8 @@ from penstock.runner.forward import ForwardInputs
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.sampler import Sampler
 from penstock.runner.tables import RequestTables
+
+logger = logging.getLogger(__name__)
 
 
 class DraftHead(Protocol):
@@ -97,3 +104,17 @@ class HeadDrafter(ModelDrafter):
         embedded = self._target.embed(token_ids)
         states, self._hidden = self._head.draft(embedded, self._hidden, positions)
         return self._head.project(states[rows])
+
+
+def use_positions(settings: dict[str, Any], name: str, max_model_len: int) -> None:
+    """Let a head compute positions up to `max_model_len`, whatever its config.json says.
+
+    Such files name the context that the head was trained with. Its layer has no such limit.
+    """
+    trained = settings.get("max_position_embeddings")
+    if isinstance(trained, int) and trained < max_model_len:
+        logger.info(
+            "%s has max_position_embeddings %d: it drafts up to max_model_len, %d tokens",
+            name, trained, max_model_len,
+        )  # fmt: skip
+    settings["max_position_embeddings"] = max_model_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from penstock.protocol.errors import ConfigError, ModelError
 from penstock.runner.drafter import DraftSetup
 from penstock.runner.drafters.head import HeadDrafter
 
+logger = logging.getLogger(__name__)
+
 
 class MtpDrafter(HeadDrafter):
     """Several drafts come from one layer."""
@@ -28,7 +31,8 @@ class MtpDrafter(HeadDrafter):
                 f"method mtp is not supported for {type(target).__name__}, only for DeepSeek V3, "
                 "GLM-4.5, MiMo and Qwen3-Next: use draft_model, ngram or suffix"
             )
-        if not read_int(source.config, "num_nextn_predict_layers", layout.num_layers, low=0):
+        declared = read_int(source.config, "num_nextn_predict_layers", layout.num_layers, low=0)
+        if not declared:
             raise ConfigError(
                 f"{source.name} has no MTP layer (num_nextn_predict_layers in config.json): use "
                 "draft_model, ngram or suffix"
@@ -48,5 +52,10 @@ class MtpDrafter(HeadDrafter):
                 "ngram or suffix"
             ) from error
         assert isinstance(head, MtpHead)
+        if declared > 1 or self.num_drafts > 1:
+            logger.info(
+                "Of %d MTP layer(s), the first makes all %d drafts, further ones from its output",
+                declared, self.num_drafts,
+            )  # fmt: skip
         self._target, self._head = target, head
         self.use(head, dtypes.kv, setup.max_rows, setup.limits.max_model_len)
