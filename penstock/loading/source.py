@@ -147,7 +147,7 @@ def _from_folder(
     config = _with_quantization(text_settings(raw), folder)
     generation_path = folder / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else {}
-    files = [] if load.load_format == "dummy" else _tensor_files(folder, load)
+    files = [] if load.load_format == "dummy" else find_tensor_files(folder, load)
     return ModelSource(
         name=name,
         path=folder,
@@ -213,7 +213,7 @@ def read_json_value(path: Path) -> Any:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
 
 
-def _tensor_files(folder: Path, load: LoadConfig) -> list[Path]:
+def find_tensor_files(folder: Path, load: LoadConfig) -> list[Path]:
     """The tensor files: those of the index, the single file, or all there are."""
     if load.load_format == "pt":
         index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"

@@ -16,7 +16,7 @@ from penstock.planning.shapes import RankShape
 WEIGHTS = 0.93  # of the bandwidth: matmuls of few rows
 CACHE = 0.855  # of the bandwidth: keys and values, norms, activations
 MATMUL = 0.71  # of the FLOPs
-PROMPT = 0.30  # of the FLOPs: attention of prompts
+PROMPT = 0.38  # of the FLOPs: attention of prompts
 # Seconds.
 ONE_ROW = 3.1e-6  # of a matmul beyond its bytes, for one row
 MATMUL_LATENCY = 5.6e-6  # for more rows
@@ -65,11 +65,10 @@ def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
         seconds += LOGIT_PASSES * logits / (CACHE * bandwidth)
     for layer in shape.experts:
         reached = layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** rows)
-        # One kernel routes, two multiply.
-        seconds += small + 2 * latency
-        seconds += matmul(
-            reached * layer.num_bytes, layer.num_weights * layer.top_k / reached, rows * reached
-        )
+        # One kernel routes, two multiply. Blocks of one expert's rows are too small to read the
+        # next weights behind the computation.
+        seconds += small + 2 * latency + reached * layer.num_bytes / (WEIGHTS * bandwidth)
+        seconds += 2 * layer.num_weights * layer.top_k * rows / (MATMUL * flops)
         written += layer.top_k * (layer.width + 2 * shape.hidden_size)
         num_kernels += 3
     written += NORM_PASSES * shape.hidden_size * shape.num_layers

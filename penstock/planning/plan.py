@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from penstock.config import EngineConfig
+from penstock.config.quantization import find_quantization_config
 from penstock.kvcache.layout import blocks_for_request, longest_request, plan_layout
 from penstock.loading.source import ModelSource
 from penstock.models.runtime import Dtypes, resolve_dtypes, resolve_limits
@@ -67,6 +68,7 @@ class Plan:
     model: str
     architecture: str
     dtype: str
+    is_quantized: bool  # weights have fewer bits than `dtype`
     kv_dtype: str
     max_model_len: int
     gpu: Gpu
@@ -118,6 +120,11 @@ class Planner:
                 f"requests of {input_len} + {output_len} tokens exceed the model's maximum of "
                 f"{self.limits.max_model_len}: lower --input-len or --output-len"
             )
+
+    @property
+    def is_quantized(self) -> bool:
+        is_stored_so = find_quantization_config(self.source.config) is not None
+        return is_stored_so or bool(self.config.load.quantization) or self.source.gguf is not None
 
     def shape(self, tp: int) -> RankShape:
         return shape_of(self.config, self.source, self.dtypes, self.limits.max_model_len, tp)
@@ -220,6 +227,7 @@ def make_plan(planner: Planner, num_gpus: int) -> Plan:
         model=source.name,
         architecture=str(architectures[0]),
         dtype=str(planner.dtypes.compute).removeprefix("torch."),
+        is_quantized=planner.is_quantized,
         kv_dtype=planner.dtypes.kv,
         max_model_len=planner.limits.max_model_len,
         gpu=planner.gpu,
@@ -310,6 +318,11 @@ def assumptions(plan: Plan) -> Iterable[str]:
     )
     if plan.gpu.name != "h200":
         yield f"Nothing was measured on {plan.gpu.name}: the same shares and latencies are assumed."
+    if plan.is_quantized:
+        yield (
+            "Speeds of quantized weights are those of 16-bit weights with fewer bytes. Prompts and "
+            "large batches may be faster (fp8) or slower (4 bits) than that."
+        )
     if any(own.tp > 1 for own in plan.splits):
         yield (
             "Several ranks were not measured. Their kernels are launched one by one, without "

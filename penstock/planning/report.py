@@ -26,8 +26,9 @@ COLUMNS = (
 def text_of(plan: Plan) -> str:
     gpu = plan.gpu
     first = plan.splits[0]
+    weights = f"{plan.dtype} with quantized weights" if plan.is_quantized else plan.dtype
     lines = [
-        f"{plan.model} ({plan.architecture}), {plan.dtype}, KV cache in {plan.kv_dtype}, "
+        f"{plan.model} ({plan.architecture}), {weights}, KV cache in {plan.kv_dtype}, "
         f"up to {plan.max_model_len:,} tokens",
         f"{plan.num_gpus} x {gpu.name}: {gpu.memory_gib:g} GiB, {gpu.bandwidth:g} TB/s, "
         f"{gpu.flops:g} TFLOP/s each",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, LoadConfig
+from penstock.config.quantization import find_quantization_config
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
@@ -25,10 +26,12 @@ from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.dummy import dummy_weight
 from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.linear import QuantizedMethod
-from penstock.layers.quantized.plan import assign_methods
+from penstock.layers.quantized.plan import StoredLayers, assign_methods
 from penstock.layers.quantized.schemes import Scheme
+from penstock.loading.checkpoint import open_checkpoint
 from penstock.loading.gguf.file import GGUFFile
-from penstock.loading.source import ModelSource
+from penstock.loading.load import own_name
+from penstock.loading.source import ModelSource, find_tensor_files
 from penstock.loading.tasks import choose_task
 from penstock.models.base import Model
 from penstock.models.registry import build_model
@@ -116,11 +119,27 @@ def shape_of(
     )
     model = build_model(source.config, build, config.model.model_impl)
     if quantization is not None:
-        assign_methods(model, quantization, DenseMethod())
+        stored = _stored_layers(source, model)
+        assign_methods(model, quantization, DenseMethod(), stored)
+        if stored is None and config.load.quantization is None:
+            for layer in _of(model, VocabEmbedding):
+                layer.use(DenseMethod())  # as nearly all checkpoints store it
     factor = 1.0
     if source.gguf is not None and quantization is None:
         factor = _gguf_factor(source.gguf, dtypes.compute.itemsize)
     return _measure(model, build, dtypes, factor)
+
+
+def _stored_layers(source: ModelSource, model: Model) -> StoredLayers | None:
+    """The names in the files of a quantized checkpoint, if they are there."""
+    if find_quantization_config(source.config) is None or source.gguf is not None:
+        return None
+    if not any(source.path.glob("*.safetensors")):
+        return None
+    load = LoadConfig()
+    files = tuple(find_tensor_files(source.path, load))
+    names = open_checkpoint(replace(source, tensor_files=files), load).names()
+    return StoredLayers((own_name(name, model.weights), name) for name in names)
 
 
 def _measure(model: Model, build: Build, dtypes: Dtypes, factor: float) -> RankShape:

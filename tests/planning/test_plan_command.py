@@ -74,6 +74,8 @@ def test_engine_options_count(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert fp8["num_requests"] > base["num_requests"]
     assert short["longest"] == 2048
     assert less["kv_bytes"] < base["kv_bytes"] / 2
+    assumed = plan(capsys, model, "--quantization", "fp8")["assumptions"]
+    assert any("quantized weights" in text for text in assumed)
 
 
 def test_a_gpu_may_be_given_by_its_numbers(model: str, capsys: pytest.CaptureFixture[str]) -> None:

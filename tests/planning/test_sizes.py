@@ -74,17 +74,10 @@ def test_weights_and_cache_are_those_of_a_worker(variant: str, tp: int, tmp_path
     [
         {"quantization": "fp8"},
         {"quantization": "int8"},
-        {
-            "hf_overrides": {
-                "quantization_config": {
-                    "quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True,
-                }
-            }
-        },
     ],
-    ids=["fp8", "int8", "awq"],
+    ids=["fp8", "int8"],
 )  # fmt: skip
-def test_quantized_weights_are_those_of_a_worker(
+def test_weights_quantized_while_loading_are_those_of_a_worker(
     options: dict[str, Any], tp: int, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", **WIDE)
@@ -93,7 +86,7 @@ def test_quantized_weights_are_those_of_a_worker(
     assert shape.weight_bytes == pytest.approx(weights_of(worker), rel=TOLERANCE)
 
 
-def test_quantized_experts_are_those_of_a_worker(tmp_path: Path) -> None:
+def test_experts_quantized_while_loading_are_those_of_a_worker(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     worker = open_worker(folder, 0, 1, quantization="fp8")
     shape = planned(worker, folder, 1)
