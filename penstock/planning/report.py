@@ -32,8 +32,8 @@ def text_of(plan: Plan) -> str:
         f"up to {plan.max_model_len:,} tokens",
         f"{plan.num_gpus} x {gpu.name}: {gpu.memory_gib:g} GiB, {gpu.bandwidth:g} TB/s, "
         f"{gpu.flops:g} TFLOP/s each",
-        f"Requests of {plan.input_len:,} input and {plan.output_len:,} output tokens, each of "
-        f"{first.kv_bytes_per_token / 1024:.0f} KiB in the KV cache of a GPU (tp={first.tp})",
+        f"Requests of {plan.input_len:,} input and {plan.output_len:,} output tokens. A token "
+        f"takes {first.kv_bytes_per_token / 1024:.0f} KiB of a GPU's KV cache (tp={first.tp})",
         "",
         *_table([[head for head, _ in COLUMNS], [unit for _, unit in COLUMNS]]
                 + [_row(split) for split in plan.splits]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from published import PUBLISHED, planner_of, write_config
 
 from penstock.cli.main import main
+from penstock.loading import hub
 from penstock.planning.hardware import GPUS, find_gpu
 from penstock.planning.plan import make_plan
 from penstock.protocol.errors import ConfigError
@@ -159,6 +161,21 @@ def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "empty").mkdir()
     assert main(["plan", str(tmp_path / "empty")]) == 1
     assert "no config.json" in capsys.readouterr().err
+
+
+def test_the_weights_of_a_hub_id_are_not_downloaded(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def snapshot(repo_id: str, revision: str | None, patterns: Sequence[str], *rest: Any) -> str:
+        asked.extend(patterns)
+        return model
+
+    monkeypatch.setattr(hub, "_snapshot", snapshot)
+    assert plan(capsys, "somebody/model")["model"] == "somebody/model"
+    assert asked
+    assert not any("safetensors" in pattern and "index" not in pattern for pattern in asked)
 
 
 def test_an_unknown_gpu_costs_no_import_of_torch() -> None:
