@@ -57,6 +57,16 @@ def test_one_bound_of_the_lookup_moves_the_other(
         ({"method": ["ngram"]}, "method must be one of ngram"),
         ({"method": None}, "method must be one of ngram"),
         ({"metod": "ngram"}, "unknown key 'metod'; did you mean 'method'"),
+        (
+            {"method": "ngram", "disable_by_batch_size": 8},
+            "disable_by_batch_size is not a key: drop it; adaptive turns drafts down under load",
+        ),
+        (
+            {"method": "draft_model", "model": "x", "tensor_parallel_size": 2},
+            "tensor_parallel_size is not a key: use draft_tensor_parallel_size",
+        ),
+        ({"method": "deepseek_mtp"}, "method deepseek_mtp is called mtp here"),
+        ({"method": "ngram_gpu"}, "method ngram_gpu is called ngram here"),
         ({"method": "ngram", "zzz": 1}, "unknown key 'zzz'; keys: method, num_speculative_tokens"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
