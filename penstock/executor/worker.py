@@ -14,7 +14,6 @@ from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.layers.lora import AdapterWeights, make_slots
-from penstock.loading.sentence_transformers import read_sentence_transformers
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
@@ -81,6 +80,8 @@ class Worker:
         )
         files = None
         if task == "embed" and source.modules_folder is not None:
+            from penstock.loading.sentence_transformers import read_sentence_transformers
+
             files = read_sentence_transformers(source.modules_folder)
         if files is not None and config.model.max_model_len is None:
             self.limits = keep_trained_length(self.limits, files.max_seq_length)

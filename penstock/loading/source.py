@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.quantization import find_quantization_config
-from penstock.loading.adapters.source import adapter_digest, locate_adapter
 from penstock.loading.fetch import Downloader, locate
 from penstock.loading.gguf.config import config_from_gguf, generation_config_from_gguf
 from penstock.loading.gguf.file import GGUFFile
@@ -70,6 +69,8 @@ def resolve_source(
     source = _resolve_model(model, load, download, snapshot)
     if load.merge_lora is None:
         return source
+    from penstock.loading.adapters.source import adapter_digest, locate_adapter
+
     adapter = locate_adapter(
         load.merge_lora, None, load.download_dir, download=download, snapshot=snapshot
     )

@@ -37,7 +37,10 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
     if not build.generates:
         names = [*_strings(names), *_bases(_strings(names))]
     # Only if necessary: importing transformers takes longer than loading a small model.
-    is_theirs = model_impl == "transformers" or (model_impl == "auto" and not is_known(names))
+    plugins = find_plugins()
+    is_theirs = model_impl == "transformers" or (
+        model_impl == "auto" and not is_known(names, plugins)
+    )
     theirs = find_in_transformers(names) if is_theirs else None
     if theirs is not None:
         from penstock.models.transformers_model import TransformersLM  # needs the package
@@ -53,7 +56,7 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
                 else "transformers: pip install 'penstock[transformers]'"
             )
         )
-    model_class = find_model(names)
+    model_class = find_model(names, plugins)
     return model_class.create(build, raw).eval()
 
 
@@ -63,9 +66,9 @@ def _bases(names: list[str]) -> list[str]:
     return [base for name, base in zip(names, found, strict=True) if base != name]
 
 
-def is_known(names: object) -> bool:
+def is_known(names: object, plugins: list[FoundPlugin]) -> bool:
     """Whether one of these architectures has a class here or in a plugin."""
-    known = ARCHITECTURES.keys() | ENCODERS.keys() | plugin_models(find_plugins()).keys()
+    known = ARCHITECTURES.keys() | ENCODERS.keys() | plugin_models(plugins).keys()
     return any(name in known for name in _strings(names))
 
 
@@ -83,15 +86,14 @@ def find_in_transformers(names: object) -> str | None:
     return next((name for name in _strings(names) if name in theirs), None)
 
 
-def find_model(names: object) -> type[DecoderLM]:
+def find_model(names: object, plugins: list[FoundPlugin]) -> type[DecoderLM]:
     """The class of the first known architecture. Plugins take precedence."""
-    found = find_plugins()
-    for each in found:
+    for each in plugins:
         if each.error is not None:
             logger.warning(
                 "The plugin %r of %s cannot be used: %s", each.name, each.package, each.error
             )
-    added = plugin_models(found)
+    added = plugin_models(plugins)
     known_here = {**ARCHITECTURES, **ENCODERS}
     targets = {name: known.target for name, known in known_here.items()} | added
     for name in _strings(names):
@@ -101,7 +103,7 @@ def find_model(names: object) -> type[DecoderLM]:
             module, _, attribute = targets[name].partition(":")
             model_class: type[DecoderLM] = getattr(importlib.import_module(module), attribute)
             return model_class
-    raise ModelError(_unknown(names, sorted(targets), found))
+    raise ModelError(_unknown(names, sorted(targets), plugins))
 
 
 def _strings(names: object) -> list[str]:

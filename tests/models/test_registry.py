@@ -77,7 +77,7 @@ def test_every_architecture_is_verified_by_all_of_its_checkpoints() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_its_class(name: str) -> None:
-    found = find_model(["Nothing", name])
+    found = find_model(["Nothing", name], find_plugins())
     assert found.__name__ == name
     assert issubclass(found, Model)
 
@@ -85,7 +85,7 @@ def test_every_architecture_has_its_class(name: str) -> None:
 def test_the_table_is_read_without_torch_and_a_model_without_the_others() -> None:
     code = (
         "import sys, json; import penstock.models.registry as r; early = 'torch' in sys.modules;"
-        "r.find_model(['Olmo2ForCausalLM']);"
+        "r.find_model(['Olmo2ForCausalLM'], r.find_plugins());"
         "print(json.dumps([early, [m for m in sys.modules if m.startswith('penstock.models.')]]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -110,7 +110,7 @@ def test_a_model_that_is_known_needs_no_transformers(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_told_its_nearest_names() -> None:
     with pytest.raises(ModelError) as caught:
-        find_model(["Qwen3MoForCausalLM"])
+        find_model(["Qwen3MoForCausalLM"], find_plugins())
     message = str(caught.value)
     assert "the nearest are Qwen3MoeForCausalLM, Qwen3ForCausalLM, " in message
     assert "supported: BertForMaskedLM, " in message
@@ -153,9 +153,9 @@ def test_a_broken_plugin_is_told_and_harms_nobody(
 ) -> None:
     install("delta", __init__="raise RuntimeError('no water')")
     install("lake", __init__="plugin = 5")
-    assert find_model(["LlamaForCausalLM"]).__name__ == "LlamaForCausalLM"
+    assert find_model(["LlamaForCausalLM"], find_plugins()).__name__ == "LlamaForCausalLM"
     with pytest.raises(ModelError, match=r"could not be loaded: 'delta' \(RuntimeError: no water"):
-        find_model(["RiverForCausalLM"])
+        find_model(["RiverForCausalLM"], find_plugins())
     assert main(["collect-env"]) == 0
     text = capsys.readouterr().out
     assert "  delta:\n    package: delta 1.5\n    error: RuntimeError: no water\n" in text
@@ -166,7 +166,7 @@ def test_two_plugins_with_one_architecture_are_refused(install: Install) -> None
     install("river", __init__=PLUGIN, model=MODEL, ops=OPS)
     install("stream", __init__=PLUGIN)
     with pytest.raises(ModelError, match="'river' and 'stream' both have RiverForCausalLM"):
-        find_model(["LlamaForCausalLM"])
+        find_model(["LlamaForCausalLM"], find_plugins())
 
 
 def test_without_plugins_there_are_none() -> None:

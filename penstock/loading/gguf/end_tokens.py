@@ -19,11 +19,9 @@ _HARMONY = frozenset({"<|return|>", "<|call|>"})
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of end tokens, with the end of text first if the file names it."""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _KEYS]
-    found = {
-        token: index
-        for index, token in enumerate(metadata.get("tokenizer.ggml.tokens") or ())
-        if token in _TURN_ENDS
-    }
-    if found.keys() >= _HARMONY:
-        found.pop("<|end|>", None)  # there it ends one of several messages
-    return list(dict.fromkeys([*(index for index in named if index is not None), *found.values()]))
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    ends = _TURN_ENDS.intersection(tokens)
+    if ends >= _HARMONY:
+        ends -= {"<|end|>"}  # there it ends one of several messages
+    found = sorted(tokens.index(token) for token in ends)
+    return list(dict.fromkeys([*(index for index in named if index is not None), *found]))

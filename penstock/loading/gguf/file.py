@@ -111,10 +111,12 @@ class GGUFFile:
         """The bytes of a tensor, mapped from disk: [nbytes]. Writes never reach the file."""
         tensor = self.tensors[name]
         path = tensor.path or self.path
+        start = tensor.offset % mmap.ALLOCATIONGRANULARITY  # in the pages that hold it
+        length, offset = start + tensor.nbytes, tensor.offset - start
         try:
-            return np.memmap(
-                path, dtype=np.uint8, mode="c", offset=tensor.offset, shape=(tensor.nbytes,)
-            )
+            with path.open("rb") as file:
+                pages = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=offset)
+            return np.frombuffer(pages, dtype=np.uint8, offset=start)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"{path}: cannot map tensor {name!r}; did the file change? ({error})"
