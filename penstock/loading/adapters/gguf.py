@@ -21,7 +21,7 @@ from penstock.loading.gguf.checkpoint import unpermute_rope
 from penstock.loading.gguf.config import MappedTensor, map_tensors
 from penstock.loading.gguf.dequant import check_supported, dequantize
 from penstock.loading.gguf.file import GGML_TYPES, GGUFFile, GGUFTensor, parse_gguf
-from penstock.loading.gguf.rules import AsRow, SplitExperts, UnpermuteRope
+from penstock.loading.gguf.rules import SplitExperts, Stored, UnpermuteRope
 from penstock.protocol.errors import AdapterError, ModelError
 
 _FLOAT32 = GGML_TYPES[0]
@@ -105,7 +105,7 @@ class GgufWeights:
             self._put(
                 f"{module}.lora_B.weight", b_shape, lambda: unpermute_rope(self._floats(b), heads)
             )
-        elif transform is None or isinstance(transform, AsRow):
+        elif transform is None or transform is Stored.AS_VECTOR:
             self._put(f"{module}.lora_A.weight", a_shape, lambda: self._floats(a))
             self._put(f"{module}.lora_B.weight", b_shape, lambda: self._floats(b))
         else:

@@ -11,16 +11,7 @@ import torch
 from penstock.loading.gguf.config import MappedTensor, map_tensors
 from penstock.loading.gguf.dequant import FLOAT_DTYPES, check_supported, dequantize
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor
-from penstock.loading.gguf.rules import (
-    AsRow,
-    ConvFilter,
-    Flat,
-    HalfOfKVB,
-    LogOfNegative,
-    MinusOne,
-    SplitExperts,
-    UnpermuteRope,
-)
+from penstock.loading.gguf.rules import HalfOfKVB, SplitExperts, Stored, UnpermuteRope
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf_recode import recode
 from penstock.protocol.errors import ModelError
@@ -60,7 +51,7 @@ class GGUFCheckpoint:
                 if len(both) == 2:
                     del halves[mapped.name]
                     yield mapped.name, join_kv_b(mapped.name, **both)
-            elif isinstance(mapped.transform, MinusOne | LogOfNegative | Flat | ConvFilter):
+            elif isinstance(mapped.transform, Stored) and mapped.transform is not Stored.AS_VECTOR:
                 yield mapped.name, undo(mapped.transform, self._floats(mapped), mapped.name)
             else:
                 yield from self._by_rows(mapped)
@@ -126,7 +117,7 @@ def _matrices(mapped: MappedTensor) -> list[tuple[str, GGUFTensor]]:
             for expert in range(count)
             for name in parts
         ]
-    if isinstance(mapped.transform, AsRow) and len(tensor.shape) == 1:
+    if mapped.transform is Stored.AS_VECTOR and len(tensor.shape) == 1:
         return [(mapped.name, tensor._replace(shape=(1, *tensor.shape)))]
     return [(mapped.name, tensor)]
 
@@ -137,15 +128,13 @@ def unpermute_rope(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
-def undo(
-    transform: MinusOne | LogOfNegative | Flat | ConvFilter, tensor: torch.Tensor, name: str
-) -> torch.Tensor:
+def undo(stored: Stored, tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Reverse the conversion of a small tensor."""
-    if isinstance(transform, MinusOne):
+    if stored is Stored.PLUS_ONE:
         return tensor - 1.0
-    if isinstance(transform, ConvFilter):
+    if stored is Stored.SQUEEZED:
         return tensor.unsqueeze(1)
-    if isinstance(transform, LogOfNegative):
+    if stored is Stored.MINUS_EXP:
         if (tensor >= 0).any():
             raise ModelError(f"tensor {name}: must be below 0, got {float(tensor.max())}")
         tensor = tensor.neg().log()

@@ -17,10 +17,10 @@ from penstock.loading.gguf.file import GGUFFile, GGUFTensor
 from penstock.loading.gguf.metadata import LAYER_OF_TENSOR, Metadata, fail, find_tensor
 from penstock.loading.gguf.rope import rope_scaling
 from penstock.loading.gguf.rules import (
-    ConvFilter,
     HalfOfKVB,
     Rule,
     SplitExperts,
+    Stored,
     Transform,
     UnpermuteRope,
 )
@@ -168,7 +168,7 @@ def _check_transform(
             fail(file, f"tensor {tensor.name!r} must have {dims} dimensions, got {list(shape)}")
     elif isinstance(transform, HalfOfKVB) and len(shape) != 3:
         fail(file, f"tensor {tensor.name!r} must have 3 dimensions, got {list(shape)}")
-    elif isinstance(transform, ConvFilter) and len(shape) != 2:
+    elif transform is Stored.SQUEEZED and len(shape) != 2:
         fail(file, f"tensor {tensor.name!r} must have 2 dimensions, got {list(shape)}")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Literal
 
 
@@ -27,29 +28,14 @@ class SplitExperts:
     parts: tuple[str, ...] = ("",)
 
 
-@dataclass(frozen=True)
-class AsRow:
-    """A matrix with one row is stored as a vector."""
+class Stored(Enum):
+    """How a tensor is stored, where that takes no setting."""
 
-
-@dataclass(frozen=True)
-class MinusOne:
-    """A norm's weight is stored with 1 added."""
-
-
-@dataclass(frozen=True)
-class LogOfNegative:
-    """A_log is stored as -exp(A_log), with one column."""
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A vector is stored in rows."""
-
-
-@dataclass(frozen=True)
-class ConvFilter:
-    """[channels, 1, width] is stored as [channels, width]."""
+    AS_VECTOR = auto()  # a matrix with one row
+    PLUS_ONE = auto()  # a norm's weight, with 1 added
+    MINUS_EXP = auto()  # A_log, as -exp(A_log) with one column
+    IN_ROWS = auto()  # a vector
+    SQUEEZED = auto()  # a filter [channels, 1, width], as [channels, width]
 
 
 @dataclass(frozen=True)
@@ -62,9 +48,7 @@ class HalfOfKVB:
     half: Literal["keys", "values"]
 
 
-Transform = (
-    UnpermuteRope | SplitExperts | AsRow | MinusOne | LogOfNegative | Flat | ConvFilter | HalfOfKVB
-)
+Transform = UnpermuteRope | SplitExperts | HalfOfKVB | Stored
 
 
 @dataclass(frozen=True)
@@ -136,7 +120,7 @@ SHARED_EXPERT = in_layer(
     {f"{stem}_shexp": name for stem, name in GATED.items()}, "mlp.shared_expert."
 )
 SHARED_GATE = {
-    "blk.{n}.ffn_gate_inp_shexp": Rule(LAYER + "mlp.shared_expert_gate", AsRow()),
+    "blk.{n}.ffn_gate_inp_shexp": Rule(LAYER + "mlp.shared_expert_gate", Stored.AS_VECTOR),
 }
 # Converters of 2024 omitted the suffix.
 CORRECTION = {
@@ -150,18 +134,18 @@ SPARSE_DECODER = {**HEADS, **NORMS, **EXPERTS}
 
 def minus_one(rules: dict[str, Rule]) -> dict[str, Rule]:
     """The same rules for norms whose weights are stored with 1 added."""
-    return {stem: Rule(rule.name, MinusOne()) for stem, rule in rules.items()}
+    return {stem: Rule(rule.name, Stored.PLUS_ONE) for stem, rule in rules.items()}
 
 
 def mamba(mixer: str) -> dict[str, Rule]:
     """The tensors of a Mamba-2 layer that the model calls `mixer`."""
     return {
         "blk.{n}.ssm_in": Rule(mixer + "in_proj"),
-        "blk.{n}.ssm_conv1d.weight": whole(mixer + "conv1d.weight", ConvFilter()),
+        "blk.{n}.ssm_conv1d.weight": whole(mixer + "conv1d.weight", Stored.SQUEEZED),
         "blk.{n}.ssm_conv1d.bias": whole(mixer + "conv1d.bias"),
         "blk.{n}.ssm_dt.bias": whole(mixer + "dt_bias"),
-        "blk.{n}.ssm_a": whole(mixer + "A_log", LogOfNegative()),
-        "blk.{n}.ssm_d": whole(mixer + "D", Flat()),
-        "blk.{n}.ssm_norm.weight": whole(mixer + "norm.weight", Flat()),
+        "blk.{n}.ssm_a": whole(mixer + "A_log", Stored.MINUS_EXP),
+        "blk.{n}.ssm_d": whole(mixer + "D", Stored.IN_ROWS),
+        "blk.{n}.ssm_norm.weight": whole(mixer + "norm.weight", Stored.IN_ROWS),
         "blk.{n}.ssm_out": Rule(mixer + "out_proj"),
     }
