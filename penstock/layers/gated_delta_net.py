@@ -11,6 +11,7 @@ from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part, row_linear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.recurrent import CausalConv, HeadParameters, RecurrentLayer, check_heads
+from penstock.layers.sublayers import Angles
 from penstock.ops.blocks import Weight
 
 
@@ -59,8 +60,8 @@ class GatedDeltaNet(RecurrentLayer):
         self.norm = RMSNorm(build, config.value_dim, config.norm_eps)
         self.out_proj = row_linear(build, values, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> the same shape."""
+    def forward(self, x: torch.Tensor, angles: Angles | None = None) -> torch.Tensor:
+        """[n, hidden_size] -> the same shape. The `angles` of attention layers are not used."""
         config, shared_by = self.config, self.shared_by
         memory, tokens, step = self.states()
         mixed, gate = self._project(x)

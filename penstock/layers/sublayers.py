@@ -14,6 +14,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+Stream = tuple[torch.Tensor, torch.Tensor]  # the residual stream: last output, and the rest
 
 
 class GatedMLP(nn.Module):

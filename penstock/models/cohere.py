@@ -12,7 +12,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.loadable import copy_shard
 from penstock.layers.norm import LayerNorm, Norm
-from penstock.layers.sublayers import Angles, RotaryAttention
+from penstock.layers.sublayers import Angles, RotaryAttention, Stream
 from penstock.models.base import Hidden
 from penstock.models.config import read_float
 from penstock.models.decoder import DecoderLM
@@ -44,9 +44,7 @@ class CohereLayer(nn.Module):
         self.self_attn = attention
         self.mlp = mlp
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         x, residual = self.input_layernorm.add(x, residual)
         return self.self_attn(x, angles) + self.mlp(x), residual
 

@@ -15,7 +15,7 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import Experts
 from penstock.layers.norm import Norm, RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
-from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention
+from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention, Stream
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig
 from penstock.protocol.errors import ModelError
@@ -29,9 +29,7 @@ class FusedLayer(Protocol):
     def applies(self) -> bool:
         """Whether it computes all that hooks into the layer's parts in this step."""
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         """Like the layer's forward. x and residual may be changed in place."""
 
 
@@ -52,9 +50,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.fused: FusedLayer | None = None
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         if self.fused is not None and self.fused.applies():
             return self.fused(x, residual, angles)
         x, residual = self.input_layernorm.add(x, residual)
@@ -76,9 +72,7 @@ class SandwichLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms[:2]
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, angles))
         x, residual = self.pre_feedforward_layernorm.add(x, residual)

@@ -8,7 +8,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.mamba2 import Mamba2, Mamba2Config
 from penstock.layers.norm import Norm
-from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention
+from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention, Stream
 from penstock.models.base import Hidden, WeightTable
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.decoder import DecoderLM
@@ -57,9 +57,7 @@ class FalconH1Layer(nn.Module):
         self.attention_in = read_float(raw, "attention_in_multiplier", 1.0)
         self.attention_out = read_float(raw, "attention_out_multiplier", 1.0)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         x, residual = self.input_layernorm.add(x, residual)
         mixed = self.mamba(x * self.mamba_in) * self.mamba_out
         attended = self.self_attn(x * self.attention_in, angles) * self.attention_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.layers.build import Build
-from penstock.layers.sublayers import Angles, RotaryAttention
+from penstock.layers.sublayers import Angles, RotaryAttention, Stream
 from penstock.models.base import Hidden
 from penstock.models.config import DecoderConfig, read_float
 from penstock.models.decoder import DecoderLayer
@@ -18,9 +18,7 @@ class GraniteLayer(DecoderLayer):
 
     residual_multiplier = 1.0
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, angles) * self.residual_multiplier
         x, residual = self.post_attention_layernorm.add(x, residual)

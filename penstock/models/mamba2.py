@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.layers.mamba2 import Mamba2, Mamba2Config
 from penstock.layers.norm import Norm
-from penstock.layers.sublayers import Angles
+from penstock.layers.sublayers import Angles, Stream
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.decoder import DecoderLM
@@ -25,9 +25,7 @@ class Mamba2Layer(nn.Module):
         self.norm = norm
         self.mixer = mixer
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         x, residual = self.norm.add(x, residual)
         return self.mixer(x), residual
 

@@ -16,7 +16,7 @@ from penstock.layers.linear import Linear
 from penstock.layers.lora import LinearSlots
 from penstock.layers.native import NativeMethod
 from penstock.layers.norm import RMSNorm
-from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention
+from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention, Stream
 from penstock.models.decoder import DecoderLayer
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu import library, lora
@@ -130,9 +130,7 @@ class NativeDecoderLayer:
             for linear in self._linears
         )
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         """Like the layer's forward. x and residual [n, hidden] are changed in place."""
         context = current_context()
         cache = context.caches[self._name]

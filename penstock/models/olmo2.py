@@ -8,7 +8,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.loadable import copy_shard
 from penstock.layers.norm import Norm, RMSNorm
-from penstock.layers.sublayers import Angles, RotaryAttention
+from penstock.layers.sublayers import Angles, RotaryAttention, Stream
 from penstock.models.config import DecoderConfig
 from penstock.models.decoder import DecoderLM
 from penstock.ops.blocks import Weight
@@ -61,9 +61,7 @@ class Olmo2Layer(nn.Module):
         self.mlp = mlp
         self.post_feedforward_layernorm = mlp_norm
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         x = x if residual is None else x + residual
         x = x + self.post_attention_layernorm(self.self_attn(x, angles))
         return self.post_feedforward_layernorm(self.mlp(x)), x

@@ -14,7 +14,7 @@ from penstock.layers.rotary import Rotary
 from penstock.layers.sublayers import Angles
 from penstock.models.base import MtpLayout, WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_int
-from penstock.models.decoder import DecoderLM
+from penstock.models.decoder import DecoderLayer, DecoderLM
 from penstock.models.experts import is_sparse, make_qwen_experts
 from penstock.protocol.errors import ModelError
 
@@ -54,38 +54,11 @@ class GatedAttention(nn.Module):
         return self.o_proj(attended)
 
 
-class Qwen3NextLayer(nn.Module):
-    """A decoder layer with attention or a gated delta net."""
-
-    def __init__(
-        self,
-        mixer: GatedDeltaNet | GatedAttention,
-        mlp: nn.Module,
-        input_norm: Norm,
-        mlp_norm: Norm,
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = input_norm
-        self.linear_attn = mixer if isinstance(mixer, GatedDeltaNet) else None
-        self.self_attn = mixer if isinstance(mixer, GatedAttention) else None
-        self.post_attention_layernorm = mlp_norm
-        self.mlp = mlp
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        if self.linear_attn is not None:
-            x = self.linear_attn(x)
-        else:
-            assert self.self_attn is not None
-            x = self.self_attn(x, angles)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
-
-
 class Qwen3NextForCausalLM(DecoderLM):
-    weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$", r"^mtp\."))
+    weights = WeightTable(
+        ignored=(r"\.rotary_emb\.inv_freq$", r"^mtp\."),
+        renamed={r"\.linear_attn\.": ".self_attn."},
+    )
     mtp_layout = MtpLayout(
         layer="mtp.layers.0",
         embedding_norm="mtp.pre_fc_norm_embedding",
@@ -105,20 +78,20 @@ class Qwen3NextForCausalLM(DecoderLM):
     def norm(self) -> Norm:
         return ZeroCentredNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
 
-    def layer(self, index: int) -> Qwen3NextLayer:
+    def layer(self, index: int) -> DecoderLayer:
         name = f"model.layers.{index}"
         mixer: GatedDeltaNet | GatedAttention
         if mixer_of_layer(self.config, index) == LINEAR:
             mixer = GatedDeltaNet(self.build, name, self._delta_net())
         else:
             mixer = GatedAttention(self.build, name, self.config, self.rotary)
-        return Qwen3NextLayer(mixer, self.mlp(index), self.norm(), self.norm())
+        return DecoderLayer(mixer, self.mlp(index), self.norm(), self.norm())
 
-    def mtp_layer(self) -> Qwen3NextLayer:
+    def mtp_layer(self) -> DecoderLayer:
         """With attention, and its own numbering: it is the first layer of its kind."""
         name = f"model.layers.{self.config.num_layers}"
         mixer = GatedAttention(self.build, name, self.config, self.rotary)
-        return Qwen3NextLayer(mixer, self.mlp(0), self.norm(), self.norm())
+        return DecoderLayer(mixer, self.mlp(0), self.norm(), self.norm())
 
     def mlp(self, index: int) -> nn.Module:
         config = self.config
