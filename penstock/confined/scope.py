@@ -9,22 +9,49 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from penstock.confined.pool import ConfinedPool, Job
+from penstock.confined.pool import ConfinedPool
 
 T = TypeVar("T")
 
 
-class JobScope:
+class Cancellable(Protocol):
+    def cancel(self) -> object: ...
+
+
+class Cancellation:
+    """Cancels the work that is attached, whichever of the two comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._work: Cancellable | None = None
+        self._is_cancelled = False
+
+    def attach(self, work: Cancellable | None) -> None:
+        """Replace the work to cancel. None: it is done."""
+        with self._lock:
+            self._work = work
+            is_cancelled = self._is_cancelled
+        if is_cancelled and work is not None:
+            work.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the attached work, and any that follows."""
+        with self._lock:
+            self._is_cancelled = True
+            work = self._work
+        if work is not None:
+            work.cancel()
+
+
+class JobScope(Cancellation):
     """`slots` limits the computing threads. A thread that waits for a job releases its slot."""
 
     def __init__(self, tenant: str = "", slots: threading.Semaphore | None = None) -> None:
+        super().__init__()
         self._tenant = tenant
         self._slots = slots or threading.Semaphore()
-        self._lock = threading.Lock()
-        self._job: Job | None = None
-        self._is_cancelled = False
 
     def run(self, work: Callable[..., T], *arguments: object) -> T:
         """Run work in this thread, under this scope."""
@@ -35,28 +62,15 @@ class JobScope:
         finally:
             _current.reset(token)
 
-    def cancel(self) -> None:
-        """Cancel the job that this work waits for, and any later one."""
-        with self._lock:
-            self._is_cancelled = True
-            job = self._job
-        if job is not None:
-            job.cancel()
-
     def wait_for(self, pool: ConfinedPool, payload: bytes) -> bytes:
         job = pool.submit(payload, self._tenant)
-        with self._lock:
-            self._job = job
-            is_cancelled = self._is_cancelled
-        if is_cancelled:
-            job.cancel()
+        self.attach(job)
         self._slots.release()
         try:
             return job.result()
         finally:
             self._slots.acquire()
-            with self._lock:
-                self._job = None
+            self.attach(None)
 
 
 _current: ContextVar[JobScope | None] = ContextVar("current_job_scope", default=None)

@@ -23,6 +23,7 @@ import msgspec
 
 from penstock.confined.errors import PoolClosed, PoolFull, TooMuchMemory, TooMuchTime, WorkerLost
 from penstock.confined.pool import ConfinedPool, Job, Limits
+from penstock.confined.scope import Cancellation
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
 from penstock.structured.backend import Grammar, GrammarBackend, Tokenize, make_backend
@@ -49,34 +50,17 @@ class TryAgain(RequestFault):
     """A grammar could not be checked. It may be valid."""
 
 
-class Compilation:
+class Compilation(Cancellation):
     """A grammar that is being compiled, shared by all requests for it. `future` gets the result."""
 
     def __init__(self, kind: str, tenant: str) -> None:
+        super().__init__()
         self.kind = kind
         self.tenant = tenant
         self.future: Future[Grammar] = Future()
         self.waiting_ids: set[str] = set()  # requests
         self.is_quick = False
         self.is_forgotten = False  # the next request tries again
-        self._lock = threading.Lock()
-        self._is_dropped = False
-        self._work: Job | Future[None] | None = None  # what `drop` cancels
-
-    def attach(self, work: Job | Future[None]) -> None:
-        with self._lock:
-            self._work = work
-            is_dropped = self._is_dropped
-        if is_dropped:
-            work.cancel()
-
-    def drop(self) -> None:
-        """Cancel it: no request waits for it any more."""
-        with self._lock:
-            self._is_dropped = True
-            work = self._work
-        if work is not None:
-            work.cancel()
 
 
 class GrammarCompiler:
@@ -145,7 +129,7 @@ class GrammarCompiler:
         if compilation.waiting_ids or compilation.future.done():
             return
         compilation.is_forgotten = True
-        compilation.drop()
+        compilation.cancel()
 
     def in_thread(
         self,
