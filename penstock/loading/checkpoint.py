@@ -8,13 +8,14 @@ flat matrices to rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from penstock.config import LoadConfig
 from penstock.loading.bitsandbytes import BitsAndBytesCheckpoint, has_flat_matrices
@@ -53,6 +54,20 @@ def open_checkpoint(
         checkpoint = SafetensorsCheckpoint(source.tensor_files)
     is_flat = has_flat_matrices(checkpoint.names())
     return BitsAndBytesCheckpoint(checkpoint) if is_flat else checkpoint
+
+
+def read_floats(checkpoint: Checkpoint, title: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint that is no GGUF file, with a progress bar on a terminal."""
+    progress: Iterable[tuple[str, Weight]] = tqdm(
+        checkpoint.tensors(),
+        total=len(checkpoint.names()),
+        desc=title,
+        unit="tensor",
+        disable=None,
+    )
+    for name, tensor in progress:
+        assert isinstance(tensor, torch.Tensor), "only GGUF files have other tensors"
+        yield name, tensor
 
 
 class SafetensorsCheckpoint:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from penstock.config import EngineConfig, LoadConfig
 from penstock.layers.build import Build
 from penstock.layers.quantization import DenseMethod
 from penstock.loading.adapters.merge import MAX_RANK, Merger
 from penstock.loading.adapters.read import read_deltas
-from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.checkpoint import open_checkpoint, read_floats
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task, label_tokens
 from penstock.loading.write import ShardWriter, new_checkpoint
@@ -77,15 +75,7 @@ def _merge_tensors(
 ) -> MergeReport:
     report = MergeReport()
     checkpoint = open_checkpoint(source, LoadConfig())
-    progress: Iterable[tuple[str, Weight]] = tqdm(
-        checkpoint.tensors(),
-        total=len(checkpoint.names()),
-        desc="Merging",
-        unit="tensor",
-        disable=None,
-    )
-    for name, tensor in progress:
-        assert isinstance(tensor, torch.Tensor), "only GGUF files have other tensors"
+    for name, tensor in read_floats(checkpoint, "Merging"):
         if merger.is_tied_head(name):
             continue
         merged = _merge_tensor(name, tensor, merger, model)

@@ -116,27 +116,21 @@ def _arguments(bits: int, kind: str, strategy: str, **others: Any) -> dict[str, 
     }  # fmt: skip
 
 
-def _fp8(group_size: int) -> Method:
-    return Method(
-        format="float-quantized",
-        weights=_arguments(8, "float", "channel"),
-        inputs=_arguments(8, "float", "token", dynamic=True),
-        group_size=None,
-        limit=FP8_MAX,
-        round=lambda numbers: numbers.clamp(-FP8_MAX, FP8_MAX).to(FP8).float(),
-        write=lambda numbers: {"weight": numbers.to(FP8)},
-    )
+def _w8a8(kind: str, dtype: torch.dtype, limit: float) -> Method:
+    """Weights of 8 bits with a scale per row, activations with a scale per token."""
 
+    def rounded(numbers: torch.Tensor) -> torch.Tensor:
+        numbers = numbers if dtype.is_floating_point else numbers.round()
+        return numbers.clamp(-limit, limit).to(dtype).float()
 
-def _int8(group_size: int) -> Method:
     return Method(
-        format="int-quantized",
-        weights=_arguments(8, "int", "channel"),
-        inputs=_arguments(8, "int", "token", dynamic=True),
+        format=f"{kind}-quantized",
+        weights=_arguments(8, kind, "channel"),
+        inputs=_arguments(8, kind, "token", dynamic=True),
         group_size=None,
-        limit=127.0,
-        round=lambda numbers: numbers.round().clamp_(-127, 127),
-        write=lambda numbers: {"weight": numbers.to(torch.int8)},
+        limit=limit,
+        round=rounded,
+        write=lambda numbers: {"weight": numbers.to(dtype)},
     )
 
 
@@ -158,4 +152,8 @@ def _pack(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight_packed": packed.view(torch.int32)}
 
 
-METHODS: Mapping[str, Callable[[int], Method]] = {"fp8": _fp8, "int8": _int8, "w4a16": _w4a16}
+METHODS: Mapping[str, Callable[[int], Method]] = {
+    "fp8": lambda group_size: _w8a8("float", FP8, FP8_MAX),
+    "int8": lambda group_size: _w8a8("int", torch.int8, 127.0),
+    "w4a16": _w4a16,
+}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from penstock.config import LoadConfig
 from penstock.layers.quantization import check_floats
-from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.checkpoint import open_checkpoint, read_floats
 from penstock.loading.source import ModelSource
 from penstock.loading.write import SHARD_BYTES, ShardWriter, new_checkpoint
-from penstock.ops.blocks import BlockTensor
 from penstock.protocol.errors import ConfigError
 from penstock.quantize.methods import Method
 
@@ -96,15 +94,7 @@ def _convert(
     report = Report()
     checkpoint = open_checkpoint(source, LoadConfig())
     _check_fused({name.removesuffix(".weight") for name in checkpoint.names()}, kept)
-    progress: Iterable[tuple[str, torch.Tensor | BlockTensor]] = tqdm(
-        checkpoint.tensors(),
-        total=len(checkpoint.names()),
-        desc="Quantizing",
-        unit="tensor",
-        disable=None,
-    )
-    for name, tensor in progress:
-        assert isinstance(tensor, torch.Tensor)
+    for name, tensor in read_floats(checkpoint, "Quantizing"):
         report.bytes_before += tensor.nbytes
         pieces = {name: tensor}
         if tensor.ndim == 2 and name.endswith(".weight") and not NOT_LINEAR.search(name):
