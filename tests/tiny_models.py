@@ -93,3 +93,13 @@ class Reference:
             f"token {int(behind.argmax())} is {behind.max():.2e} behind the reference's choice"
         )
         return int((behind > 0).sum())
+
+
+def save_random(model: Any, folder: Path) -> Any:
+    """Fill transformers' model with random weights, save it and return it."""
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name.lower():
+            torch.nn.init.normal_(parameter, std=0.25)
+    model.float().eval().save_pretrained(folder)
+    return model

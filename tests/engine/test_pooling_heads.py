@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_engine import open_llm, random_prompts
-from tiny_models import transformers_config
+from tiny_models import save_random, transformers_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -26,15 +26,6 @@ WORDS = [
     "document",
 ]  # fmt: skip
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-
-
-def save(model: Any, folder: Path) -> Any:
-    torch.manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name.lower():
-            torch.nn.init.normal_(parameter, std=0.25)
-    model.float().eval().save_pretrained(folder)
-    return model
 
 
 def write_tokenizer(folder: Path, is_bert: bool) -> Tokenizer:
@@ -64,7 +55,7 @@ def test_a_decoders_classifier_gives_the_probabilities_of_transformers(
     from transformers import Qwen2ForSequenceClassification
 
     config = transformers_config("qwen2", num_labels=3, pad_token_id=0)
-    model = save(Qwen2ForSequenceClassification(config), tmp_path)
+    model = save_random(Qwen2ForSequenceClassification(config), tmp_path)
     prompts = [{"prompt_token_ids": [max(t, 1) for t in p["prompt_token_ids"]]} for p in PROMPTS]
     with open_llm(tmp_path, max_num_batched_tokens=step_tokens) as llm:
         found = llm.classify(prompts, use_tqdm=False)
@@ -81,7 +72,9 @@ def test_a_decoders_classifier_gives_the_probabilities_of_transformers(
 def test_every_token_has_labels_in_token_classification(tmp_path: Path) -> None:
     from transformers import Qwen2ForTokenClassification
 
-    model = save(Qwen2ForTokenClassification(transformers_config("qwen2", num_labels=2)), tmp_path)
+    model = save_random(
+        Qwen2ForTokenClassification(transformers_config("qwen2", num_labels=2)), tmp_path
+    )
     with open_llm(tmp_path, max_num_batched_tokens=9) as llm:
         found = llm.reward(PROMPTS, use_tqdm=False)
     for output, expected in zip(found, logits_of(model, PROMPTS), strict=True):
@@ -103,7 +96,7 @@ def test_a_language_models_tokens_are_the_rewards_of_steps(tmp_path: Path, is_ti
     from transformers import Qwen2ForCausalLM
 
     config = transformers_config("qwen2", tie_word_embeddings=is_tied)
-    model = save(Qwen2ForCausalLM(config), tmp_path)
+    model = save_random(Qwen2ForCausalLM(config), tmp_path)
     tag = PROMPTS[-1]["prompt_token_ids"][20]
     pooler = {"pooling_type": "STEP", "step_tag_id": tag, "returned_token_ids": [9, 4]}
     with open_llm(tmp_path, max_num_batched_tokens=9, pooler_config=pooler) as llm:
@@ -123,7 +116,7 @@ def test_a_reward_model_has_two_layers_behind_each_token(tmp_path: Path) -> None
     from transformers import Qwen2Model
 
     model = Qwen2Model(transformers_config("qwen2"))
-    save(model, tmp_path)
+    save_random(model, tmp_path)
     head = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {f"score.{name}": tensor for name, tensor in head.state_dict().items()}
@@ -146,7 +139,7 @@ def test_a_reranker_answers_yes_or_no_within_its_template(tmp_path: Path, is_tie
 
     folder = tmp_path / "Qwen3-Reranker-tiny"
     config = transformers_config("qwen3", tie_word_embeddings=is_tied)
-    model = save(Qwen3ForCausalLM(config), folder)
+    model = save_random(Qwen3ForCausalLM(config), folder)
     tokenizer = write_tokenizer(folder, is_bert=False)
     with open_text(folder) as llm:
         scores = llm.score("the cat", ["it left", "a mat"], instruction="then", use_tqdm=False)
@@ -168,7 +161,7 @@ def test_a_reranker_answers_yes_or_no_within_its_template(tmp_path: Path, is_tie
 def test_a_generator_that_is_to_classify_needs_a_classifier(tmp_path: Path) -> None:
     from transformers import Qwen2ForCausalLM
 
-    save(Qwen2ForCausalLM(transformers_config("qwen2")), tmp_path)
+    save_random(Qwen2ForCausalLM(transformers_config("qwen2")), tmp_path)
     with pytest.raises(ModelError, match=r"lacks score.weight"):
         open_llm(tmp_path, runner="pooling", convert="classify")
 
@@ -184,7 +177,7 @@ BERT = {
 
 
 def test_a_cross_encoder_knows_which_text_is_which(tmp_path: Path) -> None:
-    model = save(BertForSequenceClassification(BertConfig(**BERT, num_labels=1)), tmp_path)
+    model = save_random(BertForSequenceClassification(BertConfig(**BERT, num_labels=1)), tmp_path)
     tokenizer = write_tokenizer(tmp_path, is_bert=True)
     pairs = [("the cat sat", "on a mat"), ("the cat sat", "it left and then sat on a mat")]
     with open_text(tmp_path) as llm:

@@ -12,7 +12,7 @@ import torch
 from adapters import MakeCheckpoint
 from safetensors.torch import load_file, save_file
 from tiny_engine import open_llm, random_prompts
-from tiny_models import transformers_config
+from tiny_models import save_random, transformers_config
 
 from penstock import LoRARequest, PoolingParams
 from penstock.cli.main import main
@@ -42,15 +42,6 @@ def encoder(name: str) -> Any:
 
     config = getattr(transformers, f"{name}Config")(**SIZES)
     return getattr(transformers, f"{name}ForSequenceClassification")(config)
-
-
-def save_base(model: Any, folder: Path) -> Path:
-    torch.manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name.lower():
-            torch.nn.init.normal_(parameter, std=0.25)
-    model.float().eval().save_pretrained(folder)
-    return folder
 
 
 def make_adapter(model: Any, folder: Path, seed: int, **settings: Any) -> Path:
@@ -104,7 +95,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def test_classifiers_beside_the_base_give_the_logits_of_peft(tmp_path: Path, case: str) -> None:
     make, settings = CASES[case]
     model = make()
-    base = save_base(model, tmp_path / "base")
+    base = tmp_path / "base"
+    save_random(model, base)
     folders = [make_adapter(model, tmp_path / name, seed, **settings) for seed, name in
                enumerate(("one", "two"))]  # fmt: skip
     adapters = [None, *folders]
@@ -121,7 +113,8 @@ def test_classifiers_beside_the_base_give_the_logits_of_peft(tmp_path: Path, cas
 
 def test_every_tokens_labels_are_those_of_its_adapter(tmp_path: Path) -> None:
     model = decoder("TokenClassification")
-    base = save_base(model, tmp_path / "base")
+    base = tmp_path / "base"
+    save_random(model, base)
     settings = {"task_type": "TOKEN_CLS", "target_modules": ["q_proj"], "bias": "all"}
     own = make_adapter(model, tmp_path / "own", 1, **settings)
     options = {"enable_lora": True, "max_num_batched_tokens": 9}  # prompts come in chunks
@@ -139,7 +132,8 @@ def test_every_tokens_labels_are_those_of_its_adapter(tmp_path: Path) -> None:
 def test_merged_classifiers_give_the_logits_of_peft(tmp_path: Path, case: str) -> None:
     make, settings = CASES[case]
     model = make()
-    base = save_base(model, tmp_path / "base")
+    base = tmp_path / "base"
+    save_random(model, base)
     adapter = make_adapter(model, tmp_path / "own", 1, **settings)
     assert main(["merge", str(base), str(adapter), str(tmp_path / "merged")]) == 0
     expected = torch.stack(peft_logits(model, adapter, PROMPTS))
@@ -169,7 +163,8 @@ def test_a_language_model_and_an_adapter_with_a_classifier_are_a_merged_classifi
 
 def test_a_classifier_with_other_labels_is_refused(tmp_path: Path) -> None:
     model = decoder()
-    base = save_base(model, tmp_path / "base")
+    base = tmp_path / "base"
+    save_random(model, base)
     adapter = make_adapter(model, tmp_path / "own", 1, target_modules=["q_proj"])
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -185,7 +180,8 @@ def test_a_classifier_with_other_labels_is_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_of_a_norms_bias_is_refused(tmp_path: Path) -> None:
     model = encoder("Bert")
-    base = save_base(model, tmp_path / "base")
+    base = tmp_path / "base"
+    save_random(model, base)
     adapter = make_adapter(model, tmp_path / "own", 1, target_modules=["query"], bias="all")
     with (
         open_llm(base, enable_lora=True) as llm,
