@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.server.batch.files import BatchOutput
 
     setup_logging(config.observability.log_level)
-    with BatchOutput(args.output_file) as output:
+    with closing(BatchOutput(args.output_file)) as output:
         work = run_batch(config, server_config, args.input_file, output, args.max_concurrency)
         return run_in_event_loop(work)
 

@@ -211,8 +211,11 @@ def _value_of(text: str) -> Any:
 _UNSET = object()
 
 
-class _Merge(argparse.Action):
-    """Joins the keys of objects. Of two values for a key, the later one counts."""
+class _Collect(argparse.Action):
+    """Joins the values of a flag that may be repeated: lists in order, objects by key.
+
+    Of two values for a key, the later one counts.
+    """
 
     def __call__(
         self,
@@ -221,19 +224,9 @@ class _Merge(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
-
-
-class _Extend(argparse.Action):
-    """Adds the items of one list or several to a list."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+        if isinstance(values, dict):
+            setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
+            return
         several = values if self.nargs == "+" else [values]
         items = itertools.chain(getattr(namespace, self.dest, []), *several)
         setattr(namespace, self.dest, list(items))
@@ -301,9 +294,9 @@ def _add_flag(
     else:
         settings["type"], settings["metavar"] = _parser_and_metavar(declared)
     if declared.type is dict:
-        settings["action"] = _Merge
+        settings["action"] = _Collect
     elif declared.is_list:
-        settings["action"] = _Extend
+        settings["action"] = _Collect
         # Else once for each value: a flag that takes several would swallow the prompts after it.
         if takes_several:
             settings["nargs"] = "+"

@@ -6,7 +6,7 @@ Eager steps, captured steps and the profiling step differ only in where their in
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -82,6 +82,7 @@ class Steps(Protocol):
         """
 
 
+@dataclass
 class HostSteps:
     """Steps on a CPU, with new tensors for each step.
 
@@ -89,20 +90,12 @@ class HostSteps:
     fraction of torch's time.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tables: RequestTables,
-        memory: KVMemory,
-        num_adapter_slots: int = 0,
-        drafter: Drafter | None = None,
-    ) -> None:
-        self.model = model
-        self.tables = tables
-        self.memory = memory
-        self.num_adapter_slots = num_adapter_slots
-        self.drafter = drafter
-        self.metrics = Counter[str]()
+    model: Model
+    tables: RequestTables
+    memory: KVMemory
+    num_adapter_slots: int = 0
+    drafter: Drafter | None = None
+    metrics: Counter[str] = field(default_factory=Counter)
 
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         self.metrics["eager_steps"] += 1

@@ -64,7 +64,7 @@ class Files:
 
     def run(self, *lines: str, answer: Answer = echo, max_concurrency: int = 2) -> BatchSummary:
         self.input.write_text("\n".join(lines))
-        with BatchOutput(self.output) as output:
+        with contextlib.closing(BatchOutput(self.output)) as output:
             batch = Batch(fake_app(answer), output, max_concurrency)
             asyncio.run(batch.run(read_lines(self.input)))
             return batch.summary

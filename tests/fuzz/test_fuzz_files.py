@@ -13,7 +13,7 @@ import resource
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def test_any_output_of_an_earlier_batch_is_gone_on_with_or_refused(
     path = tmp_path / "output.jsonl"
     for _ in range(num_examples):
         path.write_bytes(damage_text(rng, lines))
-        with bounded(), suppress(ConfigError), BatchOutput(path):
+        with bounded(), suppress(ConfigError), closing(BatchOutput(path)):
             pass
 
 

@@ -204,12 +204,6 @@ class BatchOutput:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> BatchOutput:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def _append(self, data: bytes) -> None:
         if self._failure is not None:
             raise self._failure

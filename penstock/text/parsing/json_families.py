@@ -62,6 +62,7 @@ class BareJson(UnmarkedFormat):
     """`[{"name": ..., "parameters": {...}}, ...]`, or one such object, with nothing before it."""
 
     openings = ("{", "[")
+    before, between, after = "[", ", ", "]"  # calls that a grammar writes
     name_begun = re.compile(r'"(?:name|function)"\s*:\s*"([^"]*)\Z')
 
     def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
@@ -77,7 +78,8 @@ class BareJson(UnmarkedFormat):
     def grammar(
         cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
     ) -> CallGrammar | None:
-        return CallGrammar("[", object_shapes(tools, "parameters"), ", ", "]", parallel)
+        calls = object_shapes(tools, "parameters")
+        return CallGrammar(cls.before, calls, cls.between, cls.after, parallel)
 
 
 class Llama3Json(BareJson):
@@ -88,12 +90,7 @@ class Llama3Json(BareJson):
 
     begins = ("<|python_tag|>",)
     markers = ("<|python_tag|>",)
-
-    @classmethod
-    def grammar(
-        cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
-    ) -> CallGrammar | None:
-        return CallGrammar("", object_shapes(tools, "parameters"), "; ", "", parallel)
+    before, between, after = "", "; ", ""
 
 
 class Granite(ToolFormat):
