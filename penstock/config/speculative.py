@@ -126,7 +126,7 @@ class SpeculativeSettings:
         "itself. Requests see only outputs of their own `cache_salt`.",
     )
     suffix_decoding_max_spec_factor: float = option(
-        1.0, "suffix: maximum number of drafts per matched token."
+        4.0, "suffix: maximum number of drafts per matched token."
     )
     suffix_decoding_min_token_prob: float = option(
         0.1, "suffix: minimum estimated probability of a draft, from 0 to 1."

@@ -75,6 +75,7 @@ class Worker:
             num_drafts=drafter.num_drafts if drafter else 0,
             num_lookahead=drafter.num_lookahead if drafter else 0,
             adapts_drafts=settings is not None and settings.adaptive,
+            drafts_have_chances=drafter is not None and drafter.knows_chances,
             needs_tokens=any(processor.needs_tokens for processor in self.processors),
             drafts_on_host=drafter is not None and drafter.is_on_host,
         )

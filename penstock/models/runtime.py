@@ -34,6 +34,7 @@ def resolve_limits(
     num_drafts: int = 0,
     num_lookahead: int = 0,
     adapts_drafts: bool = False,
+    drafts_have_chances: bool = False,
     needs_tokens: bool = False,
     drafts_on_host: bool = False,
 ) -> StepLimits:
@@ -65,6 +66,7 @@ def resolve_limits(
         num_drafts=num_drafts,
         num_lookahead=num_lookahead,
         adapts_drafts=adapts_drafts,
+        drafts_have_chances=drafts_have_chances,
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
     )

@@ -12,6 +12,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 1  # steps launched before the first is collected
     num_drafts: int = 0  # draft tokens that a decoding request may bring to a step
     adapts_drafts: bool = False  # requests bring fewer drafts where more do not pay
+    drafts_have_chances: bool = False  # the drafter heeds `StepPlan.least_chance`
     num_lookahead: int = 0  # tokens after those of a step for which the drafter needs KV blocks
     long_prefill_token_threshold: int = 0  # prompt tokens of one request in a step; 0: no limit
     enable_chunked_prefill: bool = True

@@ -67,6 +67,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     released_ids: list[str] = []  # finished, aborted or preempted: their rows may be reused
     masked: bool = False  # a request with a grammar samples: `StepMasks` come before the tokens
     num_drafts: int = 0  # to propose after this step for each sampling request; 0: no drafter runs
+    least_chance: float = 0.0  # that a draft holds; drafters that know leave those below it out
 
     @property
     def num_tokens(self) -> int:

@@ -77,11 +77,16 @@ class DraftStep:
     last_rows: torch.Tensor  # [num_requests]: the row of each one's last accepted token
     num_accepted: torch.Tensor  # [num_requests]: accepted drafts of this step
     num_drafts: int  # to propose for each
+    least_chance: float = (
+        0.0  # that a draft must have to hold, if the drafter knows: else it costs more
+    )
+    # than it gains
 
 
 @dataclass(frozen=True)
 class Drafts:
-    token_ids: torch.Tensor  # [num_requests, num_drafts], padded with any valid token
+    token_ids: torch.Tensor | None  # [num_requests, num_drafts], padded with any valid token; None:
+    # the drafter wrote them into the tables
     counts: IntArray | None = None  # [num_requests]: drafts without padding; None: all are drafts
 
 
@@ -94,6 +99,7 @@ class Drafter:
     num_drafts: int  # the most that it proposes for a request
     num_lookahead: int = 0  # positions after a step's last one that its layers write
     is_on_host: bool = False  # it waits for the tokens, so steps do not overlap unless asked to
+    knows_chances: bool = False  # it heeds `DraftStep.least_chance`
 
     def load(self, setup: DraftSetup) -> None:
         """Worker: load its weights, if it has any."""

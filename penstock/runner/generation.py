@@ -62,6 +62,7 @@ class GenerationHead:
         self.graphs: SamplingGraphs | None = None  # on a GPU
         self.prompt_logprobs = PromptLogprobsHead(model, tables)
         self._with_grammar: set[int] = set()  # slots
+        self._none_accepted = torch.zeros_like(tables.num_tokens)
 
     def add(self, slot: int, request: NewRequest) -> None:
         if request.sampling.is_masked:
@@ -107,10 +108,15 @@ class GenerationHead:
         if self.drafter is not None and batch.layout.num_drafts:
             slots, drafts = self._draft(self.drafter, batch, verified)
             output.num_drafts = drafts.counts
-            if masks is not None or drafts.counts is None or drafts.counts.any():
-                self.tables.write_drafts(slots, drafts.token_ids)
+            token_ids = drafts.token_ids
+            if token_ids is not None and (
+                masks is not None or drafts.counts is None or drafts.counts.any()
+            ):
+                self.tables.write_drafts(slots, token_ids)
             if masks is not None:  # padding is reported too, and the tables hold what is reported
-                output.drafts = drafts.token_ids.to("cpu", non_blocking=True)
+                if token_ids is None:
+                    token_ids = self.tables.read_drafts(slots, batch.layout.num_drafts)
+                output.drafts = token_ids.to("cpu", non_blocking=True)
         if verified is None:
             output.sampled = sampled.to_host()
         else:
@@ -143,12 +149,17 @@ class GenerationHead:
         layout = batch.layout
         if verified is None:
             slots, last_rows = batch.sampling_rows.slots, batch.logits_rows
-            num_accepted = torch.zeros_like(slots)
+            num_accepted = self._none_accepted[: len(slots)]
         else:
             slots, last_rows = verified.slots, verified.last_rows
             num_accepted = verified.num_accepted
-        host_slots = layout.slots[layout.sampling]
-        step = DraftStep(self.tables, slots, host_slots, last_rows, num_accepted, layout.num_drafts)
+        host_slots = layout.slots
+        if len(layout.sampling) < len(host_slots):
+            host_slots = host_slots[layout.sampling]
+        step = DraftStep(
+            self.tables, slots, host_slots, last_rows, num_accepted,
+            layout.num_drafts, layout.least_chance,
+        )  # fmt: skip
         return slots, drafter.propose(step)
 
     def results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
@@ -202,26 +213,30 @@ class GenerationHead:
         sampled = output.sampled
         if sampled is None or output.prompt_pieces:
             return False
-        if output.drafts is not None or (output.num_drafts is not None and output.num_drafts.any()):
-            return False
-        if sampled.errors or sampled.logprobs is not None:
+        if output.drafts is not None or sampled.errors or sampled.logprobs is not None:
             return False
         if output.verified is None:
             return not sampled.faulted.any()
         return not output.verified[:, IS_FAULTED].any()
 
     def _plain_results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
-        tokens = iter(self._tokens(output, layout))
-        num_drafts = None if output.num_drafts is None else 0
-        return [
-            RequestResult(
-                request_id=item.request_id,
-                incarnation=item.incarnation,
-                token_ids=next(tokens) if item.samples else [],
-                num_drafts=num_drafts,
+        tokens = self._tokens(output, layout)
+        counts: list[int | None] = [None] * len(tokens)
+        if output.num_drafts is not None:
+            counts = output.num_drafts.tolist()
+        sampled = zip(tokens, counts, strict=True)
+        results = []
+        for item in layout.requests:
+            token_ids, num_drafts = next(sampled) if item.samples else ([], None)
+            results.append(
+                RequestResult(
+                    request_id=item.request_id,
+                    incarnation=item.incarnation,
+                    token_ids=token_ids,
+                    num_drafts=num_drafts,
+                )
             )
-            for item in layout.requests
-        ]
+        return results
 
     def _tokens(self, output: HeadOutput, layout: StepLayout) -> list[list[int]]:
         """The new tokens of each sampling request."""

@@ -31,6 +31,7 @@ class StepLayout:
     sample_slots: IntArray  # [num_logits_rows]
     adapter_slots: IntArray | None = None  # [num_rows]: NO_SLOT without one; None: no row has one
     num_drafts: int = 0  # to propose after the step
+    least_chance: float = 0.0  # see StepPlan
 
     @property
     def num_rows(self) -> int:
@@ -103,6 +104,7 @@ def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
         sample_slots=slots[np.repeat(sampling, rows_per_sample)],
         adapter_slots=_adapter_slots(slots, counts, tables) if tables.num_with_adapters else None,
         num_drafts=plan.num_drafts,
+        least_chance=plan.least_chance,
     )
 
 

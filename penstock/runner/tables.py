@@ -170,3 +170,9 @@ class RequestTables:
         columns = torch.arange(drafts.shape[1], device=self.device)
         positions = self.num_tokens[slots].long()[:, None] + columns
         self.token_ids[slots[:, None], positions] = drafts.to(torch.int32)
+
+    def read_drafts(self, slots: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """What is behind the known tokens, [n, num_drafts]: drafts, and then any tokens."""
+        columns = torch.arange(num_drafts, device=self.device)
+        positions = self.num_tokens[slots].long()[:, None] + columns
+        return self.token_ids[slots[:, None], positions]

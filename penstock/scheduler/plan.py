@@ -18,6 +18,7 @@ class PlannedStep:
         self.states: list[RequestState] = []
         self.jobs: list[Job] = []
         self.num_drafts = 0  # to propose after the step
+        self.least_chance = 0.0  # see StepPlan
         self.without_drafts = True  # no drafts are proposed after it, nor verified in it
         self.is_decode = True  # every request samples, and computes only drafts besides
         self.started_at = 0.0
@@ -37,7 +38,7 @@ class PlannedStep:
         state.last_step_id = self.step_id
         state.num_computed_tokens += 1
         state.num_placeholders += 1
-        state.num_drafts = 0
+        state.num_drafts = self.num_drafts if state.speculates else 0
         self.budget -= 1
 
     @property
@@ -101,6 +102,7 @@ class PlannedStep:
             released_ids=released_ids,
             masked=self._is_masked,
             num_drafts=self.num_drafts,
+            least_chance=self.least_chance,
         )
 
     def match(

@@ -189,10 +189,8 @@ class RequestState(_EveryStep):
             return False
         if token_ids[0] in self.stop_ids:
             return False
-        if result.num_drafts is not None:
-            if result.num_drafts or self.num_placeholders > 1:
-                return False
-            self.num_drafts = 0  # the drafter found nothing to propose
+        if result.num_drafts is not None and self.num_placeholders == 1:
+            self.num_drafts = min(result.num_drafts, self.num_drafts)
         self.num_confirmed_tokens = num_confirmed
         self.num_placeholders -= 1
         self.token_ids += token_ids

@@ -198,7 +198,8 @@ class Scheduler:
         for state in self._running.in_order():
             if step.budget == 0:
                 break
-            if state.num_computed_tokens < state.ready_until and step.without_drafts:
+            is_ready = state.num_computed_tokens < state.ready_until
+            if is_ready and (step.without_drafts or not state.num_drafts):
                 step.repeat(state)
                 continue
             if state.status is not RequestStatus.RUNNING:

@@ -19,6 +19,7 @@ from penstock.scheduler.step_costs import StepCosts
 
 DECAY = 0.98  # of a request's counts, per verified step
 HOST_DECAY = 0.9  # where requests have drafts now and then: those hold in bursts
+SPEED_DECAY = 0.95  # of the tokens and the seconds of decode steps, per step
 AVERAGE_DECAY = 0.995  # of the counts of all requests, per verified proposal
 PRIOR_WEIGHT = 4.0  # drafts that the engine's average counts for in a request's rate
 FIRST_RATE = 0.7  # assumed share of drafts that hold, before any was verified
@@ -55,6 +56,10 @@ class Speculation:
         self._is_uniform = limits.num_lookahead > 0 or limits.max_in_flight > 1
         self._plain_drafts = 0 if self._is_uniform else limits.num_drafts
         self._decay = DECAY if self._is_uniform else HOST_DECAY
+        # The drafter itself leaves out drafts that do not pay, if it is told what pays.
+        self._leaves_choice = limits.drafts_have_chances and not self._is_uniform
+        self._num_tokens = self._num_seconds = 0.0  # of recent decode steps, decayed
+        self._num_held = 0  # drafts of the step that is collected
         self._measures_plain = False  # no request brings drafts, to learn what such a step takes
 
     @property
@@ -76,6 +81,8 @@ class Speculation:
             self._most_running = MOST_GROWTH * num_running
             self._choose(num_running, running)
         step.num_drafts = self._num_drafts
+        if self._leaves_choice:
+            step.least_chance = self._least_rate
         self._verifies_probe, self._proposes_probe = self._proposes_probe, False
         if self._num_drafts == 0:
             self._num_idle += 1
@@ -89,7 +96,7 @@ class Speculation:
         """How many of its proposed drafts the request brings to the step."""
         if not state.num_drafts or self._measures_plain:
             return 0
-        if not self._limits.adapts_drafts or self._verifies_probe:
+        if not self._limits.adapts_drafts or self._verifies_probe or self._leaves_choice:
             return state.num_drafts
         rate, least = self._rate_of(state), self._least_rate
         count, chance = 0, rate
@@ -119,6 +126,7 @@ class Speculation:
         state.drafts_tried = state.drafts_tried * self._decay + num_tried
         self._held = self._held * AVERAGE_DECAY + num_held
         self._tried = self._tried * AVERAGE_DECAY + num_tried
+        self._num_held += num_held
         self._num_proposals += 1
         self._num_verified += num_drafts
         for position in range(num_held):
@@ -132,8 +140,12 @@ class Speculation:
         started_at, self._last_end = max(step.started_at, self._last_end), now
         if step.is_decode and step.states:
             self._costs.record(step.num_tokens, step.num_drafts, now - started_at)
+            num_tokens = len(step.states) + self._num_held
+            self._num_tokens = self._num_tokens * SPEED_DECAY + num_tokens
+            self._num_seconds = self._num_seconds * SPEED_DECAY + now - started_at
         elif self._is_uniform:
             self._costs.record_prompts(step.num_tokens, now - started_at)
+        self._num_held = 0
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(
@@ -153,6 +165,10 @@ class Speculation:
         self._measures_plain = not self._costs.knows(num_running, self._plain_drafts)
         if self._measures_plain:
             self._num_drafts, self._steps_left = self._plain_drafts, 1
+            return
+        if self._leaves_choice:
+            seconds = self._seconds_per_row(num_running, 1)
+            self._least_rate = seconds * self._num_tokens / max(self._num_seconds, 1e-6)
             return
         rates = [self._rate_of(state) for state in running.in_order()[:MAX_SAMPLED]]
         rates = rates or [self._held / self._tried]

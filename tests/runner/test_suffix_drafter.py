@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import NewRequest
+from penstock.runner.drafters.chances import AGREED, ALONE, OWN, PAST, SPLIT, kind_of
 from penstock.runner.drafters.occurrences import ANCHORS, MOST_PLACES, Occurrences
 from penstock.runner.drafters.suffix import PastOutputs, PathRules, SuffixDrafter
 
@@ -82,60 +83,67 @@ def test_past_outputs_are_those_of_the_last_requests(
     assert (index is None) == (not kept)
     assert (find(index, tail, 4, False) if index is not None else []) == expected
     if index is not None:
-        for length, by_anchor in zip(ANCHORS, index._last, strict=True):
+        for length, (_, by_anchor, _) in zip(ANCHORS, index._indexes, strict=True):
             places = [(text, place) for _, text, _ in kept for place in range(length, len(text))]
             assert len(by_anchor) == len({(*text[at - length : at],) for text, at in places})
 
 
-def choose(
-    found: list[tuple[int, Text]], depth: int, factor: float, least: float, num_drafts: int
-) -> tuple[float, Text]:
-    """Try every length of a match, and count what followed those that are as long."""
-    best: tuple[float, Text] = (0.0, [])
-    for length in range(depth, 0, -1):
-        budgets = [min(int(n * factor), depth - n, num_drafts) for n in range(1, length + 1)]
-        follow = [text for own, text in sorted(found, key=lambda item: -item[0]) if own >= length]
-        path: Text = []
-        score, probability = 0.0, 1.0
-        while len(path) < max(budgets):
-            at = len(path)
-            same = [text for text in follow if text[:at] == path]
-            votes = Counter(text[at] for text in same if len(text) > at)
-            if not votes:
-                break
-            token, count = votes.most_common(1)[0]
-            probability *= count / len(same)
-            if probability < least:
-                break
-            score, path = score + probability, [*path, token]
-        if score > best[0]:
-            best = score, path
-    return best
+def walk(found: list[tuple[int, Text]], source: int, budget: int) -> list[tuple[int, int]]:
+    """Count what followed the longest matches, after each beginning of the path."""
+    longest = max((length for length, _ in found), default=0)
+    follow = [text for length, text in found if length == longest]
+    path: list[tuple[int, int]] = []
+    while len(path) < budget:
+        begun = [token for token, _ in path]
+        same = [text for text in follow if text[: len(path)] == begun]
+        votes = Counter(text[len(path)] for text in same if len(text) > len(path))
+        if not votes:
+            break
+        token, count = votes.most_common(1)[0]
+        agreement = ALONE if len(same) == 1 else AGREED if count == len(same) else SPLIT
+        path.append((token, kind_of(source, agreement, longest + len(path))))
+    return path
 
 
 @given(
-    found=st.lists(
-        st.tuples(st.integers(1, 10), st.lists(st.integers(0, 2), min_size=1, max_size=8)),
-        max_size=8,
-    ),
-    depth=st.integers(10, 14),
-    factor=st.sampled_from([0.5, 1.0, 1.5, 4.0]),
-    least=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+    kept=st.lists(texts, max_size=4),
+    tail=texts,
+    source=st.sampled_from([OWN, PAST]),
+    depth=st.integers(8, 14),
     num_drafts=st.integers(1, 8),
 )
-def test_the_path_is_the_one_with_the_most_expected_tokens(
-    found: list[tuple[int, Text]], depth: int, factor: float, least: float, num_drafts: int
+def test_the_path_is_what_most_often_followed_the_longest_matches(
+    kept: list[Text], tail: Text, source: int, depth: int, num_drafts: int
 ) -> None:
-    found = [(length, text[:num_drafts]) for length, text in found]
-    expected = choose(found, depth, factor, least, num_drafts)
-    assert PathRules(depth, factor, least).choose(found, num_drafts) == expected
+    index = Occurrences()
+    for text in kept:
+        index.begin_text()
+        index.extend(text)
+    tail = tail[-depth:]
+    rules = PathRules(depth, 100.0)
+    budget = min(num_drafts, depth - 1)
+    longest = max((length for length, _ in find(index, tail, 1, False)), default=0)
+    if longest:
+        budget = min(num_drafts, max(depth - n for n in range(1, longest + 1)))
+    found = find(index, tail, budget, source == OWN)
+    path = rules.path(index, array("i", tail), source, num_drafts)
+    assert list(path) == walk(found, source, budget)
 
 
 def test_a_longer_match_is_worth_more_drafts_up_to_the_depth() -> None:
-    rules = PathRules(max_tree_depth=8, max_spec_factor=1.0, min_token_prob=0.1)
-    follows = list(range(9))
-    lengths = [len(rules.choose([(n, follows)], 9)[1]) for n in range(1, 9)]
-    assert lengths == [1, 2, 3, 4, 4, 4, 4, 4]
+    rules, lengths = PathRules(max_tree_depth=8, max_spec_factor=1.0), []
+    for length in range(2, 9):
+        index = Occurrences()
+        index.extend([*range(100, 100 + length), *range(9)])
+        tail = array("i", range(100, 100 + length))
+        lengths.append(len(list(rules.path(index, tail, OWN, 9))))
+    assert lengths == [2, 3, 4, 4, 4, 4, 4]
+
+
+def drafts_of(drafter: SuffixDrafter, slot: int) -> Text:
+    """Those of the first path."""
+    paths = [[token for token, _ in path] for path in drafter.search(slot, 4)]
+    return next((path for path in paths if path), [])
 
 
 def enter(drafter: SuffixDrafter, slot: int, request_id: str, tokens: Text, salt: str) -> None:
@@ -153,22 +161,22 @@ def enter(drafter: SuffixDrafter, slot: int, request_id: str, tokens: Text, salt
 
 
 def test_requests_see_past_outputs_of_their_own_salt_only() -> None:
-    drafter = SuffixDrafter(4, PathRules(24, 1.0, 0.1), PastOutputs(10))
+    drafter = SuffixDrafter(4, PathRules(24, 1.0), PastOutputs(10))
     enter(drafter, 0, "a", [1, 2, 3, 4, 5, 6], "mine")
     drafter.remove(0)
     enter(drafter, 0, "b", [9, 2, 3], "mine")
     enter(drafter, 1, "c", [9, 2, 3], "yours")
-    assert drafter.draft(0, 4) == [4, 5]
-    assert drafter.draft(1, 4) == []
+    assert drafts_of(drafter, 0) == [4, 5]
+    assert drafts_of(drafter, 1) == []
 
 
 @pytest.mark.parametrize("max_requests", [0, 1])
 def test_a_limit_of_zero_requests_keeps_none(max_requests: int) -> None:
-    drafter = SuffixDrafter(4, PathRules(24, 1.0, 0.1), PastOutputs(max_requests))
+    drafter = SuffixDrafter(4, PathRules(24, 1.0), PastOutputs(max_requests))
     enter(drafter, 0, "a", [1, 2, 3, 4], "")
     drafter.remove(0)
     enter(drafter, 0, "b", [9, 2, 3], "")
-    assert drafter.draft(0, 4) == [4][:max_requests]
+    assert drafts_of(drafter, 0) == [4][:max_requests]
 
 
 def test_tenants_that_come_and_go_leave_nothing_behind() -> None:

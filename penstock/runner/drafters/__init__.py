@@ -23,10 +23,10 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         rules = PathRules(
             settings.suffix_decoding_max_tree_depth,
             settings.suffix_decoding_max_spec_factor,
-            settings.suffix_decoding_min_token_prob,
         )
         past = PastOutputs(settings.suffix_decoding_max_cached_requests)
-        return SuffixDrafter(settings.num_tokens, rules, past)
+        least = settings.suffix_decoding_min_token_prob
+        return SuffixDrafter(settings.num_tokens, rules, past, least)
     if settings.method == "mtp":
         from penstock.runner.drafters.mtp import MtpDrafter
 

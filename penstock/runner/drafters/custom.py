@@ -30,6 +30,7 @@ class CustomDrafter(Drafter):
         self.num_drafts = num_drafts
         self.num_lookahead = self._drafter.num_lookahead
         self.is_on_host = self._drafter.is_on_host
+        self.knows_chances = self._drafter.knows_chances
 
     def load(self, setup: DraftSetup) -> None:
         self._drafter.load(setup)
@@ -56,6 +57,8 @@ class CustomDrafter(Drafter):
         """Raises TypeError for a wrong shape. Tokens outside the vocabulary become others."""
         drafts, shape = self._drafter.propose(step), (len(step.slots), step.num_drafts)
         token_ids, counts = drafts.token_ids, drafts.counts
+        if token_ids is None:
+            return drafts
         if tuple(token_ids.shape) != shape:
             raise TypeError(
                 f"{self._spec}: propose must return token_ids of shape {shape}, "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.protocol.step import NewRequest
-from penstock.runner.drafters.host import HostDrafter
+from penstock.runner.drafters.chances import ALONE, OWN, kind_of
+from penstock.runner.drafters.host import Draft, HostDrafter
 
 TOKEN_BYTES = array("i").itemsize
 
@@ -22,6 +23,8 @@ class NgramIndex:
         self._sizes = [TOKEN_BYTES * n for n in range(longest, shortest - 1, -1)]  # longest first
         self._tokens = array("i")
         self._next: dict[bytes, int] = {}  # by n-gram: the position after its last occurrence
+        self._distance, self._num_matched = 0, 0  # of the last match: back to its place; tokens
+        self._num_then = 0  # tokens at that time
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens, and index the n-grams that they follow.
@@ -40,20 +43,33 @@ class NgramIndex:
                 if size <= end:
                     following[window[end - size : end]] = position
 
-    def draft(self, num_drafts: int) -> list[int]:
-        """What followed the longest match, the last one of that length. Empty without a match.
+    def find(self) -> tuple[int, int] | None:
+        """Matched tokens and place of the longest match, the last one of that length, if any.
 
-        If the text ends before `num_drafts` tokens, it is taken to repeat itself from there.
+        The place is the position after the match. A match that goes on from the last call counts
+        with all its tokens.
         """
         tail = self._tokens[-(self._sizes[0] // TOKEN_BYTES) :].tobytes()
+        if tail[-self._sizes[-1] :] not in self._next:
+            return None  # then no longer one occurred, either
         for size in self._sizes:
-            position = self._next.get(tail[-size:]) if size <= len(tail) else None
-            if position is not None:
-                drafts = self._tokens[position : position + num_drafts].tolist()
-                while len(drafts) < num_drafts:
-                    drafts += drafts[: num_drafts - len(drafts)]
-                return drafts
-        return []
+            place = self._next.get(tail[-size:]) if size <= len(tail) else None
+            if place is not None:
+                break
+        assert place is not None, "the shortest one occurred"
+        num_tokens, length = len(self._tokens), size // TOKEN_BYTES
+        if num_tokens - place == self._distance:
+            length = max(length, self._num_matched + num_tokens - self._num_then)
+        self._distance, self._num_matched, self._num_then = num_tokens - place, length, num_tokens
+        return length, place
+
+    def following(self, place: int, count: int) -> list[int]:
+        """`count` tokens from a place on. At its end, the text is taken to repeat itself from the
+        place on."""
+        found = self._tokens[place : place + count].tolist()
+        while len(found) < count:
+            found += found[: count - len(found)]
+        return found
 
 
 class NgramDrafter(HostDrafter):
@@ -73,5 +89,11 @@ class NgramDrafter(HostDrafter):
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
         self._indexes[slot].extend(token_ids)
 
-    def draft(self, slot: int, num_drafts: int) -> list[int]:
-        return self._indexes[slot].draft(num_drafts)
+    def search(self, slot: int, num_drafts: int) -> Iterable[Iterator[Draft]]:
+        index = self._indexes[slot]
+        match = index.find()
+        if match is None:
+            return ()
+        length, place = match
+        tokens = index.following(place, num_drafts)
+        return (((token, kind_of(OWN, ALONE, length + at)) for at, token in enumerate(tokens)),)

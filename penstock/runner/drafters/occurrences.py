@@ -27,8 +27,8 @@ class Occurrences:
         self._tokens = array("i")
         self._start = 0  # position of the first token that is kept
         self._text_start = 0  # of the text that grows
-        self._last: list[dict[bytes, int]] = [{} for _ in ANCHORS]  # by anchor: its last place
-        self._previous = [array("q") for _ in ANCHORS]  # by place: the one before it
+        # The bytes of an anchor; by anchor: its last place; by place: the one before it.
+        self._indexes = [(TOKEN_BYTES * n, dict[bytes, int](), array("q")) for n in ANCHORS]
 
     @property
     def end(self) -> int:
@@ -41,27 +41,28 @@ class Occurrences:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the text, and index the anchors that they follow."""
-        first, end = self.end, self.end + len(token_ids)
+        first, count = self.end, len(token_ids)
         self._tokens.extend(token_ids)
         low = max(first - ANCHORS[0], self._text_start)
         window = self._tokens[low - self._start :].tobytes()
-        for length, last, previous in zip(ANCHORS, self._last, self._previous, strict=True):
-            size = TOKEN_BYTES * length
-            for place in range(first, end):
-                at = TOKEN_BYTES * (place - low)
+        start, end = TOKEN_BYTES * (first - low), TOKEN_BYTES * (first - low + count)
+        for size, last, previous in self._indexes:
+            place = first
+            for at in range(start, end, TOKEN_BYTES):
                 if at < size or token_ids[place - first] == SEPARATOR:
                     previous.append(-1)
-                    continue
-                anchor = window[at - size : at]
-                previous.append(last.get(anchor, -1))
-                last[anchor] = place
+                else:
+                    anchor = window[at - size : at]
+                    previous.append(last.get(anchor, -1))
+                    last[anchor] = place
+                place += 1
 
     def cut(self, end: int) -> None:
         """Forget all before `end`, where a text begins."""
         self._unlink(self._start, end)
         count = end - self._start
         del self._tokens[:count]
-        for previous in self._previous:
+        for _, _, previous in self._indexes:
             del previous[:count]
         self._start = end
 
@@ -74,9 +75,8 @@ class Occurrences:
     def _unlink(self, start: int, end: int) -> None:
         """Let no chain begin in these places, which are whole texts."""
         window = self._tokens[start - self._start : end - self._start].tobytes()
-        for length, last, previous in zip(ANCHORS, self._last, self._previous, strict=True):
-            size = TOKEN_BYTES * length
-            for place in range(end - 1, start + length - 1, -1):
+        for size, last, previous in self._indexes:
+            for place in range(end - 1, start + size // TOKEN_BYTES - 1, -1):
                 at = TOKEN_BYTES * (place - start)
                 anchor = window[at - size : at]
                 if last.get(anchor) == place:
@@ -99,12 +99,16 @@ class Occurrences:
         `tail`: as many of the last tokens as may count, in order. The most recent comes first.
         """
         tokens, start, depth = self._tokens, self._start, len(tail)
-        wanted = int.from_bytes(tail.tobytes(), "little")
-        for length, last, previous in zip(ANCHORS, self._last, self._previous, strict=True):
-            if depth < length:
+        text = tail.tobytes()
+        size, last, _ = self._indexes[-1]
+        if text[-size:] not in last:
+            return []  # nor does a longer anchor occur, then
+        wanted = int.from_bytes(text, "little")
+        for size, last, previous in self._indexes:
+            if len(text) < size:
                 continue
             found: list[tuple[int, int]] = []
-            place = last.get(tail[-length:].tobytes(), -1)
+            place = last.get(text[-size:], -1)
             while place >= start and len(found) < MOST_PLACES:
                 at = place - start
                 own = tokens[at - depth : at] if at >= depth else tokens[:at]
@@ -113,7 +117,7 @@ class Occurrences:
                 bits = int.from_bytes(own.tobytes(), "little")
                 if differing := bits ^ (wanted >> TOKEN_BITS * (depth - matched)):
                     matched -= 1 + (differing.bit_length() - 1) // TOKEN_BITS
-                if matched >= length:
+                if TOKEN_BYTES * matched >= size:
                     found.append((matched, place))
                 place = previous[at]
             if found:

@@ -1,76 +1,62 @@
 """Suffix decoding: drafts what most often followed the last tokens, here and in past outputs.
 
-The method is that of SuffixDecoding and of vLLM's `suffix`: the longer the match, the more drafts;
-the path is that of the most frequent tokens, as long as it is probable enough.
+The method is that of SuffixDecoding and of vLLM's `suffix`: the path is that of the most frequent
+tokens, as long as it is probable enough. How probable it is was learned from earlier drafts: by the
+length of the match, and by whether all matches of this length go on alike.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.step import NewRequest
-from penstock.runner.drafter import Drafts, DraftStep
-from penstock.runner.drafters.host import HostDrafter
+from penstock.runner.drafters.chances import AGREED, ALONE, OWN, PAST, SPLIT, kind_of
+from penstock.runner.drafters.host import Draft, HostDrafter
 from penstock.runner.drafters.occurrences import ANCHORS, Occurrences
-from penstock.runner.tables import RequestTables
 
 MOST_CACHED_TOKENS = 1 << 19  # of past outputs; each takes about 250 bytes
 MOST_OUTPUT_TOKENS = 1 << 13  # of one past output: its last ones
-
-Found = list[tuple[int, list[int]]]  # the length of each match, and what followed it
 
 
 class PathRules:
     """How many drafts a match is worth, and which."""
 
-    def __init__(self, max_tree_depth: int, max_spec_factor: float, min_token_prob: float) -> None:
+    def __init__(self, max_tree_depth: int, max_spec_factor: float) -> None:
         self.max_tree_depth = max_tree_depth
-        self._min_token_prob = min_token_prob
         self._budgets = [0]  # by the length of the match, of which a part may count
         for length in range(1, max_tree_depth + 1):
             own = min(int(length * max_spec_factor), max_tree_depth - length)
             self._budgets.append(max(own, self._budgets[-1]))
 
-    def choose(self, found: Found, num_drafts: int) -> tuple[float, list[int]]:
-        """The drafts with the highest expected number of accepted ones, and that number.
+    def path(self, texts: Occurrences, tail: array[int], source: int, most: int) -> Iterator[Draft]:
+        """What most often followed the longest matches, token by token, with its kind.
 
-        For each length, all matches of at least this length vote. The most frequent next token is
-        the draft, and its share of the votes is its probability. Of equals, that of the longest
-        match counts, and then that of the most recent one.
+        Of equally frequent tokens, that of the most recent match counts.
         """
-        ordered = sorted(found, key=lambda item: -item[0])
-        best: tuple[float, list[int]] = (0.0, [])
-        texts = [text for _, text in ordered]
-        for index, (length, _) in enumerate(ordered):
-            if index + 1 < len(ordered) and ordered[index + 1][0] == length:
-                continue
-            budget = min(self._budgets[length], num_drafts)
-            if budget <= best[0]:
-                break  # and shorter matches are worth no more drafts
-            score, path = self._walk(texts[: index + 1], budget)
-            if score > best[0]:
-                best = score, path
-        return best
-
-    def _walk(self, voters: list[list[int]], budget: int) -> tuple[float, list[int]]:
-        score, probability, path = 0.0, 1.0, list[int]()
-        while len(path) < budget:
-            depth = len(path)
+        found = texts.find(tail)
+        if not found:
+            return
+        length = max(found)[0]
+        budget = min(self._budgets[length], most)
+        voters = [
+            texts.following(place, budget, loops=source == OWN)
+            for matched, place in found
+            if matched == length
+        ]
+        for depth in range(budget):
             votes = [text[depth] for text in voters if len(text) > depth]
             if not votes:
-                break
-            token = max(votes, key=votes.count) if len(votes) > 2 else votes[0]
-            count = votes.count(token)
-            probability *= count / len(voters)
-            if probability < self._min_token_prob:
-                break
-            score += probability
-            path.append(token)
-            if count < len(voters):
+                return
+            token, agreement = votes[0], ALONE
+            if len(voters) > 1:
+                token = max(votes, key=votes.count)
+                agreement = AGREED if votes.count(token) == len(voters) else SPLIT
+            yield token, kind_of(source, agreement, length + depth)
+            if agreement == SPLIT:
                 voters = [text for text in voters if len(text) > depth and text[depth] == token]
-        return score, path
 
 
 @dataclass(frozen=True)
@@ -138,13 +124,15 @@ class _Request:
 
 
 class SuffixDrafter(HostDrafter):
-    def __init__(self, num_drafts: int, rules: PathRules, past: PastOutputs) -> None:
+    def __init__(
+        self, num_drafts: int, rules: PathRules, past: PastOutputs, min_chance: float = 0.0
+    ) -> None:
         super().__init__(num_drafts)
+        self.min_chance = min_chance
         self._rules = rules
         self._past = past
         self._requests: dict[int, _Request] = {}  # by slot
         self._texts: dict[int, Occurrences] = {}  # by slot: prompt and output
-        self._tables: RequestTables | None = None
 
     def add(self, slot: int, request: NewRequest) -> None:
         super().add(slot, request)
@@ -166,25 +154,14 @@ class SuffixDrafter(HostDrafter):
         request, texts = self._requests.pop(slot, None), self._texts.pop(slot, None)
         if request is None:
             return
-        tables, token_ids = self._tables, list[int]()
-        if tables is not None and tables.device.type == "cpu":  # also what no step drafted for
-            end = int(tables.num_tokens[slot])
-            token_ids = tables.token_ids.numpy()[slot, request.start : end].tolist()
-        elif texts is not None:
-            token_ids = texts.since(request.start).tolist()
+        token_ids = self.host_tokens(slot, request.start)  # also what no step drafted for
+        if token_ids is None:
+            token_ids = texts.since(request.start).tolist() if texts is not None else []
         self._past.add(request.request_id, request.salt, token_ids)
 
-    def propose(self, step: DraftStep) -> Drafts:
-        self._tables = step.tables
-        return super().propose(step)
-
-    def draft(self, slot: int, num_drafts: int) -> list[int]:
+    def search(self, slot: int, num_drafts: int) -> Iterable[Iterator[Draft]]:
         own, past = self._texts[slot], self._past.of(self._requests[slot].salt)
         tail = own.tail(self._rules.max_tree_depth)
-        found = [(n, own.following(at, num_drafts, loops=True)) for n, at in own.find(tail)]
-        score, drafts = self._rules.choose(found, num_drafts)
-        if past is None or score >= num_drafts:
-            return drafts
-        found = [(n, past.following(at, num_drafts, loops=False)) for n, at in past.find(tail)]
-        other, others = self._rules.choose(found, num_drafts)
-        return others if other > score else drafts
+        yield self._rules.path(own, tail, OWN, num_drafts)
+        if past is not None:
+            yield self._rules.path(past, tail, PAST, num_drafts)
