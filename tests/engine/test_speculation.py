@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.01, "adaptive": False},
     "random": {"method": "custom", "model": "drafters:AtRandom", "adaptive": False},
 }
-BY_SLOT = ("_num_seen", "_entered", "_indexes", "_requests", "_texts")
+BY_SLOT = ("_followed", "_entered", "_indexes", "_requests", "_texts")
 
 
 def prompts() -> list[dict[str, Any]]:

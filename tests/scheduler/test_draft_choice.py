@@ -258,3 +258,24 @@ def test_drafts_that_are_tried_again_are_verified_by_requests_on_the_fast_path()
     # Two tries of one draft each, beside those before K was chosen.
     assert [plan.num_drafts for plan in engine.plans].count(1) == 2
     assert sum(row.num_drafts == 1 for plan in engine.plans for row in plan.scheduled) == 2
+
+
+def test_a_drafter_that_knows_its_chances_is_told_what_a_draft_must_bring():
+    world = World([0.9], cpu, num_drafts=5, matches=1.0, drafts_have_chances=True)
+    world.run(200)
+    step = PlannedStep(0, 1 << 20)
+    world.speculation.plan(step, world.running)
+    # A row takes 2.0, in which the request gets that many tokens otherwise.
+    assert step.least_chance == pytest.approx(2.0 * world.run(100), rel=0.2)
+    (state,) = world.running.in_order()
+    state.num_drafts = 3
+    assert world.speculation.num_to_verify(state) == 3  # the drafter left out what does not pay
+
+
+def test_a_drafter_that_knows_its_chances_proposes_everything_if_nothing_adapts():
+    engine = Engine(num_blocks=64, num_drafts=3, drafts_have_chances=True)
+    engine.add(make_request("a", [2, 3], max_tokens=20, ignore_eos=True))
+    for _ in range(6):
+        engine.turn()
+    assert len(engine.plans) > 2
+    assert {plan.least_chance for plan in engine.plans} == {0.0}

@@ -147,3 +147,33 @@ def test_by_rank_the_last_is_the_highest_whenever_it_came():
 )
 def test_what_every_step_makes_of_every_request_is_nothing_for_the_collector(made):
     assert not gc.is_tracked(made)
+
+
+def test_requests_without_drafts_are_not_planned_again_beside_one_that_has_some(monkeypatch):
+    scheduler = scheduler_of(num_drafts=2)
+    for name in ("a", "b"):
+        scheduler.add(long_request(name, prompt=[2] * BLOCK_SIZE, max_tokens=40))
+    calls = Calls(monkeypatch, scheduler._kv, "allocate")
+    rows = []
+    for _ in range(1 + 2 * BLOCK_SIZE):
+        plan = scheduler.schedule()
+        assert plan.num_drafts == 2
+        own, other = plan.scheduled
+        rows.append(other)
+        scheduler.update(answer(plan, found(own, 2), found(other, 0)))
+        assert [own.num_drafts, other.num_drafts] == [2 * (len(rows) > 1), 0]
+    unchanged = [row for row in rows[1:] if not row.new_block_ids]
+    assert len(unchanged) == 2 * (BLOCK_SIZE - 1)
+    assert all(row is unchanged[0] for row in unchanged)
+    # One call a step for the request with drafts, one a block for the other.
+    assert calls.counts["allocate"] == len(rows) + 3
+
+
+def found(row, num_drafts):
+    """One token is sampled, and the drafter found `num_drafts` for the next step."""
+    return RequestResult(
+        request_id=row.request_id,
+        incarnation=row.incarnation,
+        token_ids=[7],
+        num_drafts=num_drafts,
+    )
