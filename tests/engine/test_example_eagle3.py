@@ -86,29 +86,16 @@ def test_training_computes_what_the_engine_will(
     token_ids, aux = torch.tensor([text.token_ids]), torch.cat(text.aux)[None]
     with torch.inference_mode():
         logits = head(recorder.embedding[token_ids], aux, 3)
-    for row in (0, 5, len(text.token_ids) - 1):
-        rows, before, states = _start(plain, recorder, text, row)
-        for draft in range(3):
-            place = row + draft
-            if place >= len(text.token_ids):
-                break
-            normed, hidden = plain._layer(rows, before)
-            expected = normed @ tensors["lm_head.weight"].T
-            torch.testing.assert_close(logits[draft][0, place], expected, rtol=1e-3, atol=1e-3)
-            if place + 1 < len(text.token_ids):
-                rows = torch.cat([rows, recorder.embedding[token_ids[0, place + 1]][None]])
-                before = torch.cat([before, hidden[None]])
-        assert len(states) == row + 1
-
-
-def _start(
-    plain: Plain, recorder: Any, text: Any, row: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Embeddings and hidden states up to a row, and what the target made of it."""
-    aux = torch.cat(text.aux)[: row + 1]
-    combined = aux @ plain.head["fc.weight"].T
-    before = torch.cat([torch.zeros_like(combined[:1]), combined[:-1]])
-    return recorder.embedding[torch.tensor(text.token_ids[: row + 1])], before, combined
+    combined = aux[0] @ tensors["fc.weight"].T
+    shifted = torch.cat([torch.zeros_like(combined[:1]), combined[:-1]])
+    embedded = recorder.embedding[token_ids[0]]
+    for first in (0, 5, len(text.token_ids) - 2):
+        before = shifted[: first + 1]
+        for draft, row in enumerate(range(first, min(first + 3, len(text.token_ids)))):
+            states, hidden = plain.compute(embedded[: row + 1], before)
+            expected = states[-1] @ tensors["lm_head.weight"].T
+            torch.testing.assert_close(logits[draft][0, row], expected, rtol=1e-3, atol=1e-3)
+            before = torch.cat([before, hidden[-1:]])
 
 
 @pytest.mark.slow
