@@ -20,7 +20,7 @@ from penstock.config.server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-SOURCE_FOLDERS = ("penstock", "tests", "benchmarks", ".ci")
+SOURCE_FOLDERS = ("penstock", "tests", "benchmarks", "examples", ".ci")
 # Projects whose names look like files.
 FOREIGN_FILES = {"llama.cpp"}
 
