@@ -53,8 +53,10 @@ class Rotary(nn.Module):
                 f"config.json: the {head_dim} dimensions of a head cannot all rotate in pairs: "
                 f"their number must be even"
             )
-        positions = torch.arange(build.max_model_len, dtype=torch.float32)
-        angles = positions[:, None] * frequencies
+        # On the host, whose cosines are the same everywhere; on the meta device nowhere.
+        at = build.device if build.device.type == "meta" else torch.device("cpu")
+        positions = torch.arange(build.max_model_len, dtype=torch.float32, device=at)
+        angles = positions[:, None] * frequencies.to(at)
         # One table, so that a step gathers once: [length, rotary_dim], cosines then sines.
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.table = table.to(build.dtype).to(build.device)

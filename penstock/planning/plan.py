@@ -163,7 +163,8 @@ class Planner:
         hidden = 2 * limits.max_num_batched_tokens * shape.hidden_size * shape.element_size
         logits = hidden + limits.max_num_seqs * shape.vocab_rows * shape.tp * LOGIT_BYTES
         peak = max(layer, logits if shape.head is not None else 0)
-        return CONTEXT + FIXED + peak + (COLLECTIVES if shape.tp > 1 else 0)
+        collectives = COLLECTIVES if shape.tp > 1 else 0
+        return CONTEXT + FIXED + shape.table_bytes + peak + collectives
 
     def _capacity(self, shape: RankShape, budget: int) -> tuple[int, int]:
         """The longest request, and how many of the planned length run at once."""

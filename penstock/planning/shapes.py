@@ -28,6 +28,7 @@ from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.layers.quantized.plan import StoredLayers, assign_methods
 from penstock.layers.quantized.schemes import Scheme
+from penstock.layers.rotary import Rotary
 from penstock.loading.checkpoint import open_checkpoint
 from penstock.loading.gguf.file import GGUFFile
 from penstock.loading.load import own_name
@@ -87,6 +88,7 @@ class RankShape:
     experts: tuple[ExpertsShape, ...] = ()
     attention: tuple[AttentionShape, ...] = ()
     num_sums: int = 0  # over ranks, per step
+    table_bytes: int = 0  # of the angles of all positions
     widest: int = 0  # elements of a token in the layer that needs the most
 
     @property
@@ -178,6 +180,7 @@ def _measure(model: Model, build: Build, dtypes: Dtypes, factor: float) -> RankS
         experts=experts,
         attention=attention,
         num_sums=sum(own.split_input for own in layers) + len(experts) + 1,
+        table_bytes=sum(own.table.nbytes for own in _of(model, Rotary)),
         widest=max(widths, default=0),
     )
 

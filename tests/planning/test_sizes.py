@@ -113,3 +113,11 @@ def test_the_cache_on_an_h200_has_the_documented_size(tmp_path: Path) -> None:
     planner = planner_of(folder, max_num_batched_tokens=int(found[1]))
     split = planner.split(planner.shape(1), 1)
     assert split.kv_bytes / GIB == pytest.approx(float(found[2]), rel=TOLERANCE)
+
+
+def test_a_context_of_ten_million_tokens_takes_no_memory_to_plan(tmp_path: Path) -> None:
+    settings = {**PUBLISHED["Qwen3-0.6B"], "max_position_embeddings": 10_485_760}
+    planner = planner_of(write_config(tmp_path, settings))
+    shape = planner.shape(1)
+    assert shape.table_bytes == 10_485_760 * 128 * 2, "a cosine and a sine for each dimension"
+    assert planner.step_bytes(shape) > shape.table_bytes
