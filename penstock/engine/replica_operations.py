@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 from penstock.config import EngineConfig
 from penstock.engine.replicas import Replica, ReplicaSet, replica_config
@@ -57,7 +58,8 @@ class ReplicaOperations:
     async def restart(self, index: int, timeout_s: float) -> None:
         """Give a replica another engine. Also brings back one that failed or was drained."""
         async with self._turn:
-            await self._restart(self._find(index), timeout_s, self._config, self._version)
+            with self._last_chance():
+                await self._restart(self._find(index), timeout_s, self._config, self._version)
 
     async def remove(self, index: int, timeout_s: float) -> None:
         """Empty a replica and take it away."""
@@ -77,22 +79,23 @@ class ReplicaOperations:
         async with self._turn:
             before = self._config, self._version
             after = before if config is None else (config, self._version + 1)
-            restarted: list[int] = []
-            for index in sorted(self._replicas.members):
-                restarted.append(index)
+            with self._last_chance():
                 try:
-                    await self._restart(self._find(index), timeout_s, *after)
-                except PenstockError:
-                    if config is not None:
-                        await self._go_back(restarted, timeout_s, *before)
+                    await self._restart_all(sorted(self._replicas.members), timeout_s, *after)
+                except PenstockError as error:
+                    if config is None:
+                        raise
+                    logger.error("Going back to the old version: %s", error)
+                    members = self._replicas.members.items()
+                    changed = [index for index, item in members if item.version == after[1]]
+                    await self._restart_all(changed, timeout_s, *before)
                     raise
             self._config, self._version = after
 
-    async def _go_back(
-        self, indexes: Sequence[int], timeout_s: float, config: EngineConfig, version: int
+    async def _restart_all(
+        self, indexes: Iterable[int], timeout_s: float, config: EngineConfig, version: int
     ) -> None:
-        logger.error("A replica cannot be started with the new version: going back")
-        for index in reversed(indexes):
+        for index in indexes:
             await self._restart(self._find(index), timeout_s, config, version)
 
     async def _restart(
@@ -107,9 +110,17 @@ class ReplicaOperations:
             self._replicas.enter(successor)
             await replica.dispatch.close()
             await successor.dispatch.load(replica_config(config, index))
-        except BaseException as error:
+        except BaseException:
             await successor.dispatch.close()
             replica.is_draining = replica.ends_version = False
+            raise
+
+    @contextlib.contextmanager
+    def _last_chance(self) -> Iterator[None]:
+        """A restart that fails may leave no replica."""
+        try:
+            yield
+        except BaseException as error:
             if not self._replicas.has_living:
                 self._replicas.lose(EngineDeadError(f"the last replica was not restarted: {error}"))
             raise
@@ -117,6 +128,7 @@ class ReplicaOperations:
     async def _empty(self, replica: Replica, timeout_s: float, version: int) -> None:
         """Wait until a replica has no requests. `version` is that of its successor."""
         replica.is_draining, replica.ends_version = True, version != replica.version
+        self._replicas.place_waiting()
         deadline, leaving = time.monotonic() + timeout_s, set[str]()
         while self._replicas.has_work_for(replica) and not replica.dispatch.is_lost:
             if not replica.is_draining:

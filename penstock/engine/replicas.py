@@ -325,6 +325,10 @@ class ReplicaSet:
             self._router.remove(replica)
 
     def on_open(self, replica: int) -> None:
+        self.place_waiting()
+
+    def place_waiting(self) -> None:
+        """Look again for replicas for the requests that wait."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
@@ -350,8 +354,7 @@ class ReplicaSet:
         """No other replica is left: these take requests again."""
         for replica in replicas:
             replica.is_draining = replica.ends_version = False
-            if replica.dispatch.is_open:
-                self.on_open(replica.index)
+        self.place_waiting()
 
     def lose(self, error: EngineDeadError) -> None:
         """All replicas are gone for good."""
@@ -359,24 +362,25 @@ class ReplicaSet:
         if not self.lost.done():
             self.lost.set_result(error)
 
-    def _try_elsewhere(self, suspects: Sequence[RequestRecord], error: EngineDeadError) -> None:
-        """Find another replica on which suspects can run alone.
+    def _try_elsewhere(self, suspects: Iterable[RequestRecord], error: EngineDeadError) -> None:
+        """Find other replicas on which suspects can run alone. Fail those for which there is none.
 
         It is one that is not serving. Otherwise it is the one with the least to do, whose requests
         move to the others, if there are others.
         """
-        if not suspects:
-            return
-        left = list(self._living().values())
-        idle = [item for item in left if not item.takes_requests]
-        if not idle and len(left) == 1:
-            for record in suspects:
-                self._ledger.fail(record, error)
-            return
-        chosen = min(idle or left, key=lambda item: item.num_requests)
+        accused: dict[int, list[str]] = {}
         for record in suspects:
-            record.replica = chosen.index
-        chosen.dispatch.accuse(record.request_id for record in suspects)
+            left = list(self._living().values())
+            fit = [i for i in left if not record.token_ids or i.version == record.version]
+            idle = [item for item in fit if not item.takes_requests]
+            if not fit or (not idle and len(left) == 1):
+                self._ledger.fail(record, error)
+                continue
+            chosen = min(idle or fit, key=lambda item: item.num_requests)
+            record.replica, record.version = chosen.index, chosen.version
+            accused.setdefault(chosen.index, []).append(record.request_id)
+        for index, request_ids in accused.items():
+            self.members[index].dispatch.accuse(request_ids)
 
     # -- waiting
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from fake_engines import Bench, on_a_loop
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.config import EngineConfig
-from penstock.engine.ledger import DeltaStream
-from penstock.engine.messages import Outputs
 from penstock.engine.replicas import replica_config
-from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.delta import FinishReason
 from penstock.protocol.errors import ConfigError, CrashFault, EngineDeadError
 
 
@@ -216,130 +211,6 @@ async def test_calls_reach_all_replicas_that_run() -> None:
 def forget_all(bench: Bench) -> list[tuple[Any, ...]]:
     """What the engines were sent since the last time."""
     return [sent for index in bench.replicas.members for sent in bench.engine_of(index).take()]
-
-
-# -- any order of events
-
-NUM_REPLICAS, NUM_TOKENS = 3, 4
-
-steps = st.tuples(st.just("step"), st.integers(0, NUM_REPLICAS - 1))
-kills = st.tuples(st.just("kill"), st.integers(0, NUM_REPLICAS - 1))
-revivals = st.tuples(st.just("revive"), st.integers(0, NUM_REPLICAS - 1))
-vacations = st.tuples(st.just("vacate"), st.integers(0, NUM_REPLICAS - 1))
-arrivals = st.tuples(st.just("submit"), st.integers(0, 3))  # 0: it kills at its first token
-events = st.lists(st.one_of(arrivals, steps, steps, steps, kills, revivals, vacations), max_size=60)
-
-
-class World:
-    """Replicas whose engines compute: the next token is how many there are.
-
-    A request whose id ends in `!` kills its engine after a token, one in `!!` before its first.
-    """
-
-    def __init__(self, restarts: bool) -> None:
-        self.bench = Bench(num_replicas=NUM_REPLICAS, restart_engine=restarts)
-        self.restarts = restarts
-        self.streams: dict[str, DeltaStream] = {}
-
-    def submit(self, kind: int) -> None:
-        name = f"{len(self.streams)}{ {0: '!!', 1: '!'}.get(kind, '') }"
-        if not self.bench.client.is_lost:
-            self.streams[name] = self.bench.submit(name)
-
-    def step(self, replica: int) -> None:
-        bench, engine = self.bench, self.bench.engine_of(replica)
-        if not engine.is_ready:
-            return
-        bench.let_go(replica)
-        self.check_trial(replica)
-        executing = list(engine.running)
-        if any(self.is_fatal(name, num) for name, num in engine.running.items()):
-            self.kill(replica)
-            return
-        deltas = []
-        for name in executing:
-            token = engine.running[name]
-            engine.running[name] += 1
-            is_last = token + 1 == NUM_TOKENS
-            reason = FinishReason.STOP if is_last else None
-            deltas.append(EngineDelta(request_id=name, token_ids=[token], finish_reason=reason))
-            if is_last:
-                del engine.running[name]
-        bench.dispatch_of(replica)._on_outputs(Outputs(deltas))
-
-    def is_fatal(self, name: str, num_tokens: int) -> bool:
-        return name.endswith("!!") or (name.endswith("!") and num_tokens == 1)
-
-    def check_trial(self, replica: int) -> None:
-        """A suspect is alone on its engine, or still waits for that."""
-        suspects = set(self.bench.dispatch_of(replica).suspects)
-        running = set(self.bench.engine_of(replica).running)
-        assert not (suspects & running) or len(running) == 1
-
-    def kill(self, replica: int) -> None:
-        engine = self.bench.engine_of(replica)
-        if engine.is_ready:
-            self.bench.die(*engine.running, replica=replica)
-            if not self.restarts:
-                self.bench.lose(replica)
-
-    def revive(self, replica: int) -> None:
-        if not self.bench.engine_of(replica).is_ready and self.restarts:
-            self.bench.revive(replica)
-
-    def vacate(self, replica: int) -> None:
-        self.bench.dispatch_of(replica).vacate()
-
-    def end(self) -> None:
-        """Let all that is left come to its end."""
-        for _ in range(1000):
-            for replica in range(NUM_REPLICAS):
-                self.revive(replica)
-                self.step(replica)
-            if not self.bench.client.records:
-                return
-        raise AssertionError(f"left over: {placed(self.bench)}")
-
-
-async def tokens_of(stream: DeltaStream) -> tuple[list[int], int, Exception | None]:
-    """A stream's tokens, how often it ended, and its error."""
-    tokens: list[int] = []
-    num_ends = 0
-    try:
-        async for deltas in stream:
-            for delta in deltas:
-                tokens += delta.token_ids
-                num_ends += delta.finish_reason is not None
-    except (CrashFault, EngineDeadError) as error:
-        return tokens, num_ends, error
-    return tokens, num_ends, None
-
-
-@settings(deadline=None)
-@given(happens=events, restarts=st.booleans())
-def test_whatever_happens_each_token_comes_once_and_only_the_guilty_fail(
-    happens: list[tuple[str, int]], restarts: bool
-) -> None:
-    async def run() -> None:
-        world = World(restarts)
-        for what, which in happens:
-            getattr(world, what)(which)
-        if not world.bench.client.is_lost:
-            world.end()
-        num_dead = sum(item.dispatch.is_lost for item in world.bench.replicas.members.values())
-        for name, stream in world.streams.items():
-            tokens, num_ends, error = await tokens_of(stream)
-            if error is None:
-                assert (tokens, num_ends) == (list(range(NUM_TOKENS)), 1)
-                assert not name.endswith("!"), "the guilty get no further"
-            elif restarts:
-                assert name.endswith("!")
-                assert isinstance(error, CrashFault)
-            else:  # only where too few replicas were left
-                assert name.endswith("!") or num_dead >= NUM_REPLICAS - 1
-        assert not any(item.num_requests for item in world.bench.replicas.members.values())
-
-    asyncio.run(run())
 
 
 # -- where a replica computes
