@@ -13,6 +13,7 @@ from penstock.ops.mamba2 import SpaceWeights
 from penstock.ops.recurrent import StateStep, state_step
 
 CHANNELS, WIDTH = 5, 4
+MAX_WRONG = 8  # rejected drafts of a request in a step
 
 
 @dataclass
@@ -140,7 +141,7 @@ class Steps:
     ) -> None:
         self.layer, self.lengths, self.block_size, self.ops = layer, lengths, block_size, ops
         self.device = device or torch.device("cpu")
-        num_blocks = [-(-length // block_size) for length in lengths]
+        num_blocks = [-(-(length + MAX_WRONG) // block_size) for length in lengths]
         ids = torch.randperm(sum(num_blocks)) + 1
         self.table = torch.zeros(len(lengths), max(num_blocks) + 1, dtype=torch.int32)
         for index, blocks in enumerate(ids.split(num_blocks)):
@@ -152,12 +153,25 @@ class Steps:
         first = layer.naive(self.inputs[0])[0][0]
         self.outputs = [torch.full((n, *first.shape), float("nan")) for n in lengths]
 
-    def run(self, counts: dict[int, int], num_padding: int = 0) -> None:
-        """One step of so many tokens a request. Padding, of single tokens, has a stale table."""
-        order = sorted(counts, key=lambda index: counts[index] > 1)
-        lens = [counts[index] for index in order]
-        ends = [self.computed[index] + counts[index] for index in order]
-        assert not num_padding or all(length == 1 for length in lens)
+    def run(
+        self,
+        counts: dict[int, int],
+        num_padding: int = 0,
+        wrong: dict[int, int] | None = None,
+        padded: bool = False,
+    ) -> None:
+        """One step of so many tokens a request. Padding, of single tokens, has a stale table.
+
+        Requests in `wrong` compute one token and drafts: those that hold, and then so many that do
+        not. In a padded step with drafts, nobody knows which requests have some.
+        """
+        wrong = wrong or {}
+        drafting = {index for index in wrong if counts[index] + wrong[index] > 1}
+        order = sorted(counts, key=lambda index: (index in drafting, counts[index] > 1))
+        kept = [counts[index] for index in order]
+        lens = [counts[index] + wrong.get(index, 0) for index in order]
+        ends = [self.computed[index] + length for index, length in zip(order, lens, strict=True)]
+        assert padded or not num_padding or all(length == 1 for length in lens)
         starts = torch.tensor([0, *lens]).cumsum(0)
         pad = [0] * num_padding
         stale = self.table[:1].expand(num_padding, -1)
@@ -165,25 +179,47 @@ class Steps:
             query_starts=torch.cat([starts, starts[-1:].expand(num_padding)]).int().to(self.device),
             seq_lens=torch.tensor([*ends, *pad], dtype=torch.int32, device=self.device),
             block_table=torch.cat([self.table[order], stale]).to(self.device),
-            slot_mapping=torch.zeros(sum(lens), dtype=torch.int64, device=self.device),
-            num_decodes=sum(length == 1 for length in lens) + num_padding,
+            slot_mapping=torch.zeros(
+                sum(lens) + num_padding, dtype=torch.int64, device=self.device
+            ),
+            num_decodes=len(order) + num_padding
+            if padded
+            else sum(length == 1 for length in lens) + num_padding,
             max_query_len=max(lens),
             max_seq_len=max(ends),
+            num_drafting=0 if padded else len(drafting),
+            decode_rows=8 if padded else 1,
         )
         step = state_step(metadata, self.block_size)
         inputs = []
         for number in range(len(self.inputs[0])):
-            rows = [
-                self.inputs[index][number][self.computed[index] : end]
-                for index, end in zip(order, ends, strict=True)
-            ]
+            rows = []
+            for index, count, length in zip(order, kept, lens, strict=True):
+                start = self.computed[index]
+                true = self.inputs[index][number][start : start + count]
+                rows += [true, torch.randn(length - count, *true.shape[1:])]
             rows += [torch.full_like(rows[0][:1], float("nan"))] * num_padding
             inputs.append(torch.cat(rows).to(self.device))
         output = self.layer.run(self.ops, inputs, self.states, step).cpu()
+        if step.drafts is not None:
+            rows = step.drafts.step_rows
+            num = len(step.drafts.seq_lens) - num_padding
+            accepted = torch.tensor([count - 1 for count in kept[-num:]] + pad, dtype=torch.int32)
+            replay = step.drafts.replay(accepted.to(self.device))
+            again = self.layer.run(self.ops, [x[rows] for x in inputs], self.states, replay).cpu()
+            if isinstance(self.layer, Conv):  # the next op reads what it gives
+                for start, end in zip(starts[-num - 1 :].tolist(), kept[-num:], strict=False):
+                    own = slice(start + 1, start + end)
+                    close(
+                        again[own.start - rows.start : own.stop - rows.start],
+                        output[own].double(),
+                        1e-6,
+                    )
         self.padding = output[sum(lens) :]
-        for index, own, end in zip(order, output[: sum(lens)].split(lens), ends, strict=True):
-            self.outputs[index][self.computed[index] : end] = own
-            self.computed[index] = end
+        for index, count, own in zip(order, kept, output[: sum(lens)].split(lens), strict=True):
+            start = self.computed[index]
+            self.outputs[index][start : start + count] = own[:count]
+            self.computed[index] = start + count
 
     def full_blocks(self) -> list[int]:
         """Blocks that others may share: none of them may be written again."""

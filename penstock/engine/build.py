@@ -151,6 +151,7 @@ def plan_cache(
         must_hold=asked or SHORTEST_CONTEXT,
         max_step_tokens=limits.max_num_batched_tokens,
         draft_specs=capabilities.draft_specs,
+        num_draft_rows=limits.max_draft_rows,
     )
     fits = longest_request(layout, limits.max_model_len)
     if fits < limits.max_model_len:

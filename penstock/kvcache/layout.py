@@ -41,11 +41,13 @@ def make_layout(
     must_hold: int | None = None,
     max_step_tokens: int = UNBOUNDED,
     draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
+    num_draft_rows: int = 0,
     registry: RulesRegistry = RULES,
 ) -> KVCacheLayout:
     """Lay out the cache of `specs` (by layer name) in `memory_bytes`, or in `num_blocks` blocks.
 
-    `draft_specs` are the layers of a drafter (see `plan_layout`). Raises ConfigError if the cache
+    `draft_specs` are the layers of a drafter (see `plan_layout`), `num_draft_rows` the rows of a
+    step that may belong to requests with drafts. Raises ConfigError if the cache
     cannot hold the null block and one request of `must_hold` (or `max_model_len`) tokens, computed
     in steps of at most `max_step_tokens`. The scheduler relies on this to finish every request.
     """
@@ -53,9 +55,10 @@ def make_layout(
     layout = plan_layout(specs, block_size, max_model_len, draft_specs, registry)
     if not layout.groups:
         return layout
+    layout = msgspec.structs.replace(layout, num_draft_rows=num_draft_rows)
     if num_blocks is None:
         assert memory_bytes is not None
-        num_blocks = max(memory_bytes, 0) // layout.block_bytes
+        num_blocks = max(memory_bytes - layout.draft_input_bytes, 0) // layout.block_bytes
     layout = msgspec.structs.replace(layout, num_blocks=num_blocks, max_step_tokens=max_step_tokens)
     _check_capacity(layout, must_hold or max_model_len, registry)
     waste = padding(layout, max_model_len, registry)

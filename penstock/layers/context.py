@@ -22,6 +22,8 @@ class ForwardContext:
     # States of recurrent layers, by layer name, part by part: [num_blocks, *shape].
     states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     state_block_sizes: Mapping[str, int] = field(default_factory=dict)  # of the same layers
+    # Inputs of their drafts, part by part: [num_draft_rows, size].
+    draft_inputs: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     # [max_num_seqs] int32, by slot: the position where the second text of a pair begins. None if
     # nothing is pooled.
     second_segments: torch.Tensor | None = None

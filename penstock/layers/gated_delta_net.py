@@ -13,6 +13,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.recurrent import CausalConv, HeadParameters, RecurrentLayer, check_heads
 from penstock.layers.sublayers import Angles
 from penstock.ops.blocks import Weight
+from penstock.ops.recurrent import StateStep
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class GatedDeltaNet(RecurrentLayer):
         sections = [Part("q", keys, ranks), Part("k", keys, ranks), Part("v", values, ranks)]
         conv = CausalConv(build, sections, config.conv_width, bias=False)
         memory = (config.num_value_heads // ranks, config.key_dim, config.value_dim)
-        super().__init__(build, name, memory, conv)
+        heads = config.num_value_heads // ranks
+        gates = ((heads, torch.float32), (heads, torch.float32))
+        super().__init__(build, name, memory, conv, gates)
         self.config = config
         self.shared_by = config.num_value_heads // config.num_key_heads
         self.in_proj_qkvz: Linear | None = None
@@ -63,27 +66,38 @@ class GatedDeltaNet(RecurrentLayer):
     def forward(self, x: torch.Tensor, angles: Angles | None = None) -> torch.Tensor:
         """[n, hidden_size] -> the same shape. The `angles` of attention layers are not used."""
         config, shared_by = self.config, self.shared_by
-        memory, tokens, step = self.states()
         mixed, gate = self._project(x)
-        mixed = self.conv1d(mixed, tokens, step)
-        keys = config.num_key_heads // self.build.tp.size * config.key_dim
-        query, key, value = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
-
         b, a = self.in_proj_ba(x).unflatten(-1, (-1, 2 * shared_by)).float().chunk(2, dim=-1)
         rate = -self.heads.get_parameter("A_log").exp()
         g = rate * F.softplus(a.flatten(1) + self.heads.get_parameter("dt_bias"))
-        y = self.build.ops.gated_delta_rule(
+        y = self.recur(mixed, g, b.flatten(1).sigmoid())
+        gate = F.silu(gate.reshape(len(gate), -1, config.value_dim).float())
+        normed = self.norm(y.to(x.dtype)).float() * gate
+        return self.out_proj(normed.to(x.dtype).flatten(1))
+
+    def _recur(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        memory: torch.Tensor,
+        tokens: torch.Tensor,
+        step: StateStep,
+    ) -> torch.Tensor:
+        """[n, heads, value_dim] float32."""
+        mixed, g, beta = inputs
+        config = self.config
+        mixed = self.conv1d(mixed, tokens, step)
+        keys = config.num_key_heads // self.build.tp.size * config.key_dim
+        query, key, value = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
+        y: torch.Tensor = self.build.ops.gated_delta_rule(
             query.unflatten(-1, (-1, config.key_dim)),
             key.unflatten(-1, (-1, config.key_dim)),
             value.unflatten(-1, (-1, config.value_dim)),
             g,
-            b.flatten(1).sigmoid(),
+            beta,
             memory,
             step,
-        )  # [n, heads, value_dim] float32
-        gate = F.silu(gate.reshape(len(gate), -1, config.value_dim).float())
-        normed = self.norm(y.to(x.dtype)).float() * gate
-        return self.out_proj(normed.to(x.dtype).flatten(1))
+        )
+        return y
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, keys and values [n, channels] in this order, and gates [n, values]."""

@@ -15,6 +15,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.recurrent import CausalConv, HeadParameters, RecurrentLayer, check_heads
 from penstock.ops.blocks import Weight
 from penstock.ops.mamba2 import SpaceWeights
+from penstock.ops.recurrent import StateStep
 from penstock.protocol.errors import ConfigError
 
 
@@ -58,7 +59,8 @@ class Mamba2(RecurrentLayer):
             Part("c_proj", of_groups, group_shards),
         ]
         conv = CausalConv(build, sections, config.conv_width, config.conv_bias)
-        super().__init__(build, name, (heads, config.head_dim, config.state_size), conv)
+        memory = (heads, config.head_dim, config.state_size)
+        super().__init__(build, name, memory, conv, gates=((heads, build.dtype),))
         self.config = config
         self.num_groups = groups
         self.in_proj = Linear(
@@ -86,15 +88,27 @@ class Mamba2(RecurrentLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> the same shape."""
-        memory, tokens, step = self.states()
         projected = self.in_proj(x)
         if self.scales is not None:
             projected = projected * self.scales
         gate, mixed, dt = projected.split(self.sizes, dim=-1)
+        y = self.recur(mixed, dt)
+        y = y * F.silu(gate.float()) if self.norm is None else self.norm.gated(y, gate)
+        return self.out_proj(y.to(projected.dtype))
+
+    def _recur(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        memory: torch.Tensor,
+        tokens: torch.Tensor,
+        step: StateStep,
+    ) -> torch.Tensor:
+        """[n, inner] float32."""
+        mixed, dt = inputs
         inner, of_groups = self.sizes[0], self.num_groups * self.config.state_size
         mixed = self.conv1d(mixed, tokens, step)
         heads, b, c = mixed.split([inner, of_groups, of_groups], dim=-1)
-        y = self.build.ops.mamba2_scan(
+        y: torch.Tensor = self.build.ops.mamba2_scan(
             heads.unflatten(-1, (-1, self.config.head_dim)),
             dt,
             b.unflatten(-1, (self.num_groups, -1)),
@@ -102,9 +116,8 @@ class Mamba2(RecurrentLayer):
             self.weights(),
             memory,
             step,
-        ).flatten(1)  # [n, inner] float32
-        y = y * F.silu(gate.float()) if self.norm is None else self.norm.gated(y, gate)
-        return self.out_proj(y.to(projected.dtype))
+        )
+        return y.flatten(1)
 
     def weights(self) -> SpaceWeights:
         """The weights of the scan, made at the first step after loading."""

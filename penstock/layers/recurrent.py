@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.context import current_context
+from penstock.layers.context import ForwardContext, current_context
 from penstock.layers.linear import Part
 from penstock.layers.loadable import copy_shard
 from penstock.ops.blocks import BlockTensor, Weight
@@ -28,18 +28,45 @@ class RecurrentLayer(nn.Module):
         name: str,
         memory: tuple[int, ...],  # shape of the memory on this rank
         conv: CausalConv,
+        gates: tuple[tuple[int, torch.dtype], ...],  # numbers of a token beside the convolution's
     ) -> None:
         super().__init__()
         self.build = build
         self.name = name
         self.memory_shape = memory
         self.conv1d = conv
+        self.inputs = ((conv.channels, build.dtype), *gates)
 
-    def states(self) -> tuple[torch.Tensor, torch.Tensor, StateStep]:
-        """This layer's memories and tokens, [num_blocks, ...] each, and where the step's are."""
+    def recur(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """`_recur` over the step's rows, with the states of this layer.
+
+        `inputs` [n, size] are those of `self.inputs`. Those of drafts are kept for `replay`.
+        """
         context = current_context()
+        step = context.state_step(self.name)
+        if step.drafts is not None:
+            rows = step.drafts.step_rows
+            for kept, x in zip(context.draft_inputs[self.name], inputs, strict=True):
+                kept[: rows.stop - rows.start] = x[rows]
         memory, tokens = context.states[self.name]
-        return memory, tokens, context.state_step(self.name)
+        return self._recur(inputs, memory, tokens, step)
+
+    def replay(self, context: ForwardContext, step: StateStep) -> None:
+        """Store the states after the drafts that `step` replays."""
+        assert step.drafts is not None
+        memory, tokens = context.states[self.name]
+        inputs = tuple(kept[step.drafts.step_rows] for kept in context.draft_inputs[self.name])
+        self._recur(inputs, memory, tokens, step)
+
+    def _recur(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        memory: torch.Tensor,  # [num_blocks, *memory_shape]
+        tokens: torch.Tensor,  # [num_blocks, width - 1, channels]
+        step: StateStep,
+    ) -> torch.Tensor:
+        """The convolution and the recurrence. They read and write the states of the step."""
+        raise NotImplementedError
 
     def kv_spec(self, dtype: str) -> RecurrentSpec:
         """`dtype` is that of keys and values.
@@ -49,7 +76,28 @@ class RecurrentLayer(nn.Module):
         return RecurrentSpec(
             shapes=(self.memory_shape, (self.conv1d.width - 1, self.conv1d.channels)),
             dtypes=("float32", DTYPE_NAMES[self.build.dtype]),
+            inputs=tuple((size, DTYPE_NAMES[dtype]) for size, dtype in self.inputs),
         )
+
+
+def recurrent_layers(model: nn.Module) -> list[RecurrentLayer]:
+    return [module for module in model.modules() if isinstance(module, RecurrentLayer)]
+
+
+def replay_drafts(
+    layers: Iterable[RecurrentLayer], context: ForwardContext, num_accepted: torch.Tensor
+) -> None:
+    """Store the states after the accepted drafts of the step whose context this is.
+
+    `num_accepted`: [num_requests] int32, of the requests of `StateStep.drafts`.
+    """
+    steps: dict[int, StateStep] = {}  # by the forward pass's
+    for layer in layers:
+        forward = context.state_step(layer.name)
+        assert forward.drafts is not None
+        if id(forward) not in steps:
+            steps[id(forward)] = forward.drafts.replay(num_accepted)
+        layer.replay(context, steps[id(forward)])
 
 
 class CausalConv(nn.Module):

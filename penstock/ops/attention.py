@@ -48,6 +48,8 @@ class AttentionMetadata:
     decode_rows: int = 1  # a power of two; more than one in padded steps that verify drafts
     arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros: counters for kernels
     host_lens: HostLens | None = None  # without it, lengths are read from the device, which waits
+    # The last requests of an unpadded step, which compute one token and drafts after it.
+    num_drafting: int = 0
 
 
 def write_kv(

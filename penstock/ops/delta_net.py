@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
+from penstock.ops.recurrent import StateChunks, StateDrafts, StateStep, fresh_or
 
 EPS = 1e-6  # added under the root when a query or key is normalized
 
@@ -28,11 +28,19 @@ def gated_delta_rule(
     output = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     n = step.num_decodes
     if n:
-        output[:n] = _update(query[:n], key[:n], value[:n], g[:n], beta[:n], states, step)
+        state = fresh_or(states[step.read_blocks], step.is_fresh)
+        output[:n], states[step.write_blocks] = _update(
+            query[:n], key[:n], value[:n], g[:n], beta[:n], state
+        )
     if step.chunks is not None:
         rows = step.chunks.step_rows
         output[rows] = delta_chunks(
             query[rows], key[rows], value[rows], g[rows], beta[rows], states, step.chunks
+        )
+    if step.drafts is not None:
+        rows = step.drafts.step_rows
+        output[rows] = _delta_drafts(
+            query[rows], key[rows], value[rows], g[rows], beta[rows], states, step.drafts
         )
     return output
 
@@ -48,19 +56,38 @@ def _update(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    states: torch.Tensor,
-    step: StateStep,
-) -> torch.Tensor:
+    state: torch.Tensor,  # [n, heads, key_dim, value_dim]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of one token of each request, and the states after them."""
     shared_by = value.shape[1] // key.shape[1]
     query = _unit(query) * query.shape[-1] ** -0.5
     query = query.repeat_interleave(shared_by, dim=1)[:, :, None]  # [n, heads, 1, key_dim]
     key = _unit(key).repeat_interleave(shared_by, dim=1)
-    state = fresh_or(states[step.read_blocks], step.is_fresh) * g.exp()[..., None, None]
+    state = state * g.exp()[..., None, None]
     known = (key[:, :, None] @ state)[:, :, 0]  # [n, heads, value_dim]
     change = (value.float() - known) * beta[..., None]
     state = state + key[..., None] * change[:, :, None]
-    states[step.write_blocks] = state
-    return (query @ state)[:, :, 0]
+    return (query @ state)[:, :, 0], state
+
+
+def _delta_drafts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    drafts: StateDrafts,
+) -> torch.Tensor:
+    output = torch.zeros(value.shape, dtype=torch.float32, device=value.device)
+    state = drafts.initial(states)
+    for part in drafts.rounds:
+        own, num = part.rows, len(part.rows)
+        output[own], state = _update(
+            query[own], key[own], value[own], g[own], beta[own], state[:num]
+        )
+        part.store(states, state)
+    return output
 
 
 def delta_chunks(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
+from penstock.ops.recurrent import StateChunks, StateDrafts, StateStep, fresh_or
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,17 @@ def mamba2_scan(
     output = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     n = step.num_decodes
     if n:
-        output[:n] = _update(x[:n], dt[:n], b[:n], c[:n], weights, states, step)
+        state = fresh_or(states[step.read_blocks], step.is_fresh)
+        output[:n], states[step.write_blocks] = _update(x[:n], dt[:n], b[:n], c[:n], weights, state)
     if step.chunks is not None:
         rows = step.chunks.step_rows
         output[rows] = mamba2_chunks(
             x[rows], dt[rows], b[rows], c[rows], weights, states, step.chunks
+        )
+    if step.drafts is not None:
+        rows = step.drafts.step_rows
+        output[rows] = _mamba2_drafts(
+            x[rows], dt[rows], b[rows], c[rows], weights, states, step.drafts
         )
     return output
 
@@ -56,18 +62,34 @@ def _update(
     b: torch.Tensor,
     c: torch.Tensor,
     weights: SpaceWeights,
-    states: torch.Tensor,
-    step: StateStep,
-) -> torch.Tensor:
+    state: torch.Tensor,  # [n, heads, head_dim, state_size]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of one token of each request, and the states after them."""
     heads_per_group = x.shape[1] // b.shape[1]
     x, dt = x.float(), weights.time_steps(dt)
     b = b.float().repeat_interleave(heads_per_group, dim=1)  # [n, heads, state_size]
     c = c.float().repeat_interleave(heads_per_group, dim=1)
     decay = torch.exp(dt * weights.a)[..., None, None]
-    state = fresh_or(states[step.read_blocks], step.is_fresh) * decay
-    state = state + (x * dt[..., None])[..., None] * b[:, :, None]
-    states[step.write_blocks] = state
-    return (state @ c[..., None])[..., 0] + weights.d[:, None] * x
+    state = state * decay + (x * dt[..., None])[..., None] * b[:, :, None]
+    return (state @ c[..., None])[..., 0] + weights.d[:, None] * x, state
+
+
+def _mamba2_drafts(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    weights: SpaceWeights,
+    states: torch.Tensor,
+    drafts: StateDrafts,
+) -> torch.Tensor:
+    output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    state = drafts.initial(states)
+    for part in drafts.rounds:
+        own, num = part.rows, len(part.rows)
+        output[own], state = _update(x[own], dt[own], b[own], c[own], weights, state[:num])
+        part.store(states, state)
+    return output
 
 
 def mamba2_chunks(

@@ -5,12 +5,16 @@ holds the running state. A step that computes tokens [a, b) reads the state in b
 block_size; at a = 0 it starts from zeros, whatever the memory holds. It writes the state after b -
 1 and the states at the block boundaries before it. Blocks that were full before the step, which
 other requests may share, are never written.
+
+A state cannot go back. So of a token and the drafts after it, the step stores only the state after
+the token. Once the drafts are verified, those that hold are computed again, from the same inputs,
+and their states are stored (`StateDrafts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +25,7 @@ import torch.nn.functional as F
 from penstock.ops.attention import AttentionMetadata, HostLens
 
 MAX_CHUNK = 64  # tokens computed as one matmul
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class StateStep:
     block_table: torch.Tensor  # [num_decodes, max_blocks] int32
     block_size: int
     chunks: StateChunks | None  # of the longer queries after the decodes
+    drafts: StateDrafts | None = None  # of the queries after those, which have drafts
 
     @cached_property
     def is_fresh(self) -> torch.Tensor:
@@ -91,6 +97,72 @@ class StateChunks:
 
 
 @dataclass(frozen=True)
+class StateDrafts:
+    """Queries of one token and the drafts after it, computed token by token, as decodes are."""
+
+    step_rows: slice  # rows of these queries in the step, the last ones
+    query_starts: torch.Tensor  # [num_requests + 1] int32: rows in the step
+    seq_lens: torch.Tensor  # [num_requests] int32: tokens after this step, drafts included
+    block_table: torch.Tensor  # [num_requests, max_blocks] int32
+    block_size: int
+    # [num_requests] int32: the drafts to replay. None: all rows are computed, and the state after
+    # the first one is stored.
+    num_accepted: torch.Tensor | None = None
+
+    def replay(self, num_accepted: torch.Tensor) -> StateStep:
+        """A step over the same rows, without the others, that stores what drafts leave."""
+        rows = slice(0, self.step_rows.stop - self.step_rows.start)
+        drafts = replace(self, step_rows=rows, num_accepted=num_accepted)
+        return StateStep(0, self.seq_lens[:0], self.block_table[:0], self.block_size, None, drafts)
+
+    def initial(self, states: torch.Tensor) -> torch.Tensor:
+        """The states before the first tokens, [num_requests, ...], in the order of the rounds."""
+        read_blocks, is_fresh, _ = self._on_host
+        return fresh_or(states[read_blocks], is_fresh)
+
+    @property
+    def rounds(self) -> list[TokenRound]:
+        return self._on_host[2]
+
+    @cached_property
+    def _on_host(self) -> tuple[torch.Tensor, torch.Tensor, list[TokenRound]]:
+        """For the reference: blocks to read, requests that start from zeros, and the rounds."""
+        starts = self.query_starts.numpy(force=True).astype(np.int64)
+        rows, counts = starts[:-1] - starts[0], np.diff(starts)
+        begins = self.seq_lens.numpy(force=True) - counts  # position of each query's first token
+        replays = self.num_accepted is not None
+        if self.num_accepted is not None:
+            rows, begins, counts = rows + 1, begins + 1, self.num_accepted.numpy(force=True)
+        order = np.argsort(-counts, kind="stable")
+        rows, begins, counts = rows[order], begins[order], counts[order]
+        table = self.block_table.numpy(force=True)[order]
+        rounds = []
+        for index in range(int(counts.max(initial=0))):
+            num = int((counts > index).sum())
+            ends = begins[:num] + index + 1
+            is_kept = (counts[:num] == index + 1) | (ends % self.block_size == 0)
+            places = np.flatnonzero(is_kept if replays else np.full(num, index == 0))
+            blocks = table[places, (ends[places] - 1) // self.block_size].astype(np.int64)
+            rounds.append(TokenRound(rows[:num] + index, places, blocks))
+        read = table[np.arange(len(order)), np.maximum(begins - 1, 0) // self.block_size]
+        return torch.from_numpy(read.astype(np.int64)), torch.from_numpy(begins == 0), rounds
+
+
+@dataclass(frozen=True)
+class TokenRound:
+    """Tokens computed at the same time: one of each of the first requests."""
+
+    rows: IntArray  # into `StateDrafts.step_rows`
+    store_places: IntArray  # requests whose new state is stored
+    store_blocks: IntArray
+
+    def store(self, states: torch.Tensor, new: torch.Tensor) -> None:
+        """Write the new states [len(rows), ...] to their blocks."""
+        if len(self.store_places):
+            states[self.store_blocks] = new[self.store_places].to(states.dtype)
+
+
+@dataclass(frozen=True)
 class Round:
     """Chunks computed at the same time: one for each of the first `count` requests."""
 
@@ -124,23 +196,38 @@ def state_step(metadata: AttentionMetadata, block_size: int) -> StateStep:
     The host must know the lengths of queries with several tokens.
     """
     assert not metadata.any_order, "steps of unknown order are not captured for recurrent layers"
-    num_decodes = metadata.num_decodes
-    chunks = _cut(metadata, block_size) if num_decodes < len(metadata.seq_lens) else None
+    num, num_decodes, num_drafting = (
+        len(metadata.seq_lens), metadata.num_decodes, metadata.num_drafting
+    )  # fmt: skip
+    if metadata.decode_rows > 1:  # a padded step: any of its requests may have drafts
+        num_decodes, num_drafting = 0, num
+    first = num - num_drafting  # request with drafts
     return StateStep(
         num_decodes,
         metadata.seq_lens[:num_decodes],
         metadata.block_table[:num_decodes],
         block_size,
-        chunks,
+        _cut(metadata, block_size, slice(num_decodes, first)) if num_decodes < first else None,
+        _drafts(metadata, block_size, first) if num_drafting else None,
+    )
+
+
+def _drafts(metadata: AttentionMetadata, block_size: int, first: int) -> StateDrafts:
+    known, start = metadata.host_lens, 0
+    if first:
+        start = int(metadata.query_starts[first] if known is None else known.query_starts[first])
+    return StateDrafts(
+        step_rows=slice(start, len(metadata.slot_mapping)),
+        query_starts=metadata.query_starts[first:],
+        seq_lens=metadata.seq_lens[first:],
+        block_table=metadata.block_table[first:],
+        block_size=block_size,
     )
 
 
 def chunk_size(block_size: int) -> int:
     """The largest divisor of the block size that is at most `MAX_CHUNK`."""
     return next(size for size in range(min(block_size, MAX_CHUNK), 0, -1) if block_size % size == 0)
-
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -154,12 +241,13 @@ class _Cuts:
     end: IntArray  # position after the last token
 
 
-def _cut(metadata: AttentionMetadata, block_size: int) -> StateChunks:
-    decodes, size = metadata.num_decodes, chunk_size(block_size)
+def _cut(metadata: AttentionMetadata, block_size: int, requests: slice) -> StateChunks:
+    decodes, size = requests.start, chunk_size(block_size)
     known = metadata.host_lens or HostLens(
         metadata.query_starts.long().numpy(force=True), metadata.seq_lens.long().numpy(force=True)
     )
-    starts, ends = known.query_starts[decodes:], known.seq_lens[decodes:]
+    starts = known.query_starts[decodes : requests.stop + 1]
+    ends = known.seq_lens[requests]
     first_row, starts = int(starts[0]), starts - starts[0]
     begins = ends - np.diff(starts)  # position of each query's first token
     num_chunks = (ends - 1) // size - begins // size + 1
@@ -183,8 +271,7 @@ def _cut(metadata: AttentionMetadata, block_size: int) -> StateChunks:
     def put(array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    requests = put(order + decodes)
-    blocks = metadata.block_table[requests].long()
+    blocks = metadata.block_table[put(order + decodes)].long()
     columns = put((cuts.end[stores] - 1) // block_size)
     store_blocks = blocks[put(cuts.place[stores]), columns]
     read_columns = put(np.maximum(begins[order] - 1, 0) // block_size)
@@ -265,6 +352,27 @@ def causal_conv(
     if step.chunks is not None:
         rows = step.chunks.step_rows
         output[rows] = conv_chunks(x[rows], weight, bias, states, step.chunks)
+    if step.drafts is not None:
+        rows = step.drafts.step_rows
+        output[rows] = _conv_drafts(x[rows], weight, bias, states, step.drafts)
+    return output
+
+
+def _conv_drafts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    drafts: StateDrafts,
+) -> torch.Tensor:
+    output = torch.zeros_like(x)
+    state = drafts.initial(states)
+    for part in drafts.rounds:
+        new = x[part.rows, None].to(states.dtype)
+        window = torch.cat([state[: len(part.rows)], new], dim=1)
+        state = window[:, 1:]
+        part.store(states, state)
+        output[part.rows] = _weigh(window.unbind(1), weight, bias).to(output.dtype)
     return output
 
 

@@ -78,6 +78,9 @@ class RecurrentSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]  # one a shape
+    # What a token brings, part by part: how many numbers, and their dtype. Those of drafts are kept
+    # until it is known which of them hold.
+    inputs: tuple[tuple[int, str], ...] = ()
 
     @property
     def offsets(self) -> list[int]:
@@ -87,6 +90,10 @@ class RecurrentSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
             end = offsets[-1] + math.prod(shape) * DTYPE_BYTES[dtype]
             offsets.append(-(-end // STATE_ALIGNMENT) * STATE_ALIGNMENT)
         return offsets
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(size * DTYPE_BYTES[dtype] for size, dtype in self.inputs)
 
     def bytes_per_token(self) -> int:
         return 0
@@ -133,6 +140,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = UNBOUNDED  # that a request gets in one step, at most
     draft_layers: dict[str, AnyKVCacheSpec] = {}  # by name; those in `groups` are not among them
     draft_group: int = 0  # index of the group whose block table the draft layers use
+    num_draft_rows: int = 0  # of a step: those of requests with drafts, at most
 
     @property
     def is_recurrent(self) -> bool:
@@ -152,5 +160,14 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
         return num_bytes
 
     @property
+    def draft_input_bytes(self) -> int:
+        """What recurrent layers keep of a step's drafts."""
+        return self.num_draft_rows * sum(
+            len(group.layer_names) * group.spec.input_bytes
+            for group in self.groups
+            if isinstance(group.spec, RecurrentSpec)
+        )
+
+    @property
     def total_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.block_bytes + self.draft_input_bytes

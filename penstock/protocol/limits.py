@@ -16,3 +16,11 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_lookahead: int = 0  # tokens after those of a step for which the drafter needs KV blocks
     long_prefill_token_threshold: int = 0  # prompt tokens of one request in a step; 0: no limit
     enable_chunked_prefill: bool = True
+
+    @property
+    def max_draft_rows(self) -> int:
+        """Most rows of a step that belong to requests with drafts."""
+        if self.num_drafts == 0:
+            return 0
+        most = max(self.max_num_batched_tokens, self.max_num_seqs)
+        return min(self.max_num_seqs * (1 + self.num_drafts), most)

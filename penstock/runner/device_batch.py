@@ -140,6 +140,7 @@ class StepBuffers:
         num_prompt_rows: int = 0,
         decode_rows: int = 1,
         host_lens: HostLens | None = None,
+        num_drafting: int = 0,
     ) -> ForwardInputs:
         """The buffers' first rows, with metadata for each KV group."""
         query_starts = self.query_starts[: bucket.num_requests + 1]
@@ -158,6 +159,7 @@ class StepBuffers:
                 decode_rows=decode_rows,
                 arrived=self.arrived,
                 host_lens=host_lens,
+                num_drafting=num_drafting,
             )
             for group, table, mapping in zip(
                 self.tables.groups, self.block_tables, self.slot_mappings, strict=False
@@ -187,6 +189,7 @@ class StepBuffers:
                 num_prompts=layout.num_prompts,
                 num_prompt_rows=layout.num_prompt_rows,
                 host_lens=HostLens(layout.starts, layout.seq_lens),
+                num_drafting=layout.num_drafting,
             ),
             logits_rows=self.logits_rows[:num_logits],
             sampling_rows=SamplingRows(

@@ -24,6 +24,7 @@ from collections import Counter
 import torch
 
 from penstock.layers.linear import Linear
+from penstock.layers.recurrent import recurrent_layers, replay_drafts
 from penstock.models.base import Hidden, Model
 from penstock.ops.triton.lora_tiles import DeviceAdapterStep
 from penstock.runner.adapters import AdapterStore
@@ -76,9 +77,9 @@ class DeviceSteps:
         if not memory.layout.is_recurrent:
             mean_weights = None if self._has_cache else _mean_weights(model)
             self._mixed_sizes = mixed_sizes(self.buffers.max_rows, mean_weights)
-        # Rows of a decode bucket with drafts, at most. As for prompts, recurrent layers have none.
+        # Rows of a decode bucket with drafts, at most.
         self._max_verified = 0
-        if num_drafts and not memory.layout.is_recurrent:
+        if num_drafts:
             most = self.buffers.max_num_seqs * (1 + num_drafts)
             self._max_verified = min(most, self.buffers.max_rows, DECODE_SIZES[-1])
         # Fewer rows per request gain attention little, and each width needs graphs of its own.
@@ -89,11 +90,15 @@ class DeviceSteps:
         shape = (num_logits if has_logits else 0, vocab_size)
         self.logits = torch.zeros(shape, dtype=dtype, device=tables.device)
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
+        self._recurrent = recurrent_layers(model)
+        self._last_bucket: Bucket | None = None  # of the last step
+        self._num_accepted = torch.zeros_like(self.buffers.seq_lens)  # drafts of each request
+        self._replays: dict[Bucket, torch.cuda.CUDAGraph] = {}
 
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         """See `Steps`. Hidden states and logits are valid until the next step."""
         batch = self.buffers.batch(layout)
-        bucket = self._bucket_for(layout)
+        bucket = self._last_bucket = self._bucket_for(layout)
         if bucket is None:
             self.metrics["eager_steps"] += 1
             self.buffers.send(layout)
@@ -107,6 +112,27 @@ class DeviceSteps:
         if bucket is None or not bucket.decode:
             logits_of(self.model, hidden, batch.logits_rows, logits)
         return batch, hidden, logits
+
+    def replay(self, batch: StepBatch, num_accepted: torch.Tensor) -> None:
+        """See `Steps`. A padded step has a graph for this, too."""
+        bucket = self._last_bucket
+        if bucket is None:
+            own = num_accepted[-batch.layout.num_drafting :]
+            replay_drafts(self._recurrent, batch.inputs.context, own)
+            return
+        assert len(num_accepted) == len(batch.layout.requests), "every row samples"
+        self._num_accepted[: len(num_accepted)] = num_accepted
+        self._num_accepted[len(num_accepted) :] = 0
+        if bucket not in self._replays:
+            if not self.pool.is_due(("replay", bucket)):
+                self._replay(bucket)
+                return
+            self._replays[bucket], _ = self.pool.capture(lambda: self._replay(bucket))
+        self._replays[bucket].replay()
+
+    def _replay(self, bucket: Bucket) -> None:
+        own = self._num_accepted[: bucket.num_requests]
+        replay_drafts(self._recurrent, self._inputs(bucket).context, own)
 
     def _bucket_for(self, layout: StepLayout) -> Bucket | None:
         """The smallest bucket that holds the step; None if the step runs without padding."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from penstock.layers.context import ForwardContext, adapter_context, forward_context
+from penstock.layers.recurrent import RecurrentLayer, recurrent_layers, replay_drafts
 from penstock.models.base import Hidden, Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.lora import adapter_step
@@ -81,6 +83,12 @@ class Steps(Protocol):
         step computed them.
         """
 
+    def replay(self, batch: StepBatch, num_accepted: torch.Tensor) -> None:
+        """Store the states of recurrent layers after the accepted drafts of the last step.
+
+        `num_accepted`: [num_sampling] int32.
+        """
+
 
 @dataclass
 class HostSteps:
@@ -97,6 +105,10 @@ class HostSteps:
     drafter: Drafter | None = None
     metrics: Counter[str] = field(default_factory=Counter)
 
+    @cached_property
+    def _recurrent(self) -> list[RecurrentLayer]:
+        return recurrent_layers(self.model)
+
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         self.metrics["eager_steps"] += 1
         batch = self.materialize(layout)
@@ -104,6 +116,11 @@ class HostSteps:
         if self.drafter is not None and (layout.num_drafts or not layout.is_decode):
             self.drafter.observe(batch.inputs, hidden)
         return batch, hidden, None
+
+    def replay(self, batch: StepBatch, num_accepted: torch.Tensor) -> None:
+        if num_accepted.any():
+            own = num_accepted[-batch.layout.num_drafting :]
+            replay_drafts(self._recurrent, batch.inputs.context, own)
 
     def materialize(self, layout: StepLayout) -> StepBatch:
         tables, slots, counts = self.tables, layout.slots, layout.counts
@@ -131,6 +148,7 @@ class HostSteps:
                     num_decodes=layout.num_decodes,
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
+                    num_drafting=layout.num_drafting,
                 )
             )
         return StepBatch(

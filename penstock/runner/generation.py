@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,8 @@ class GenerationHead:
         self.sampler = sampler
         self.drafter = drafter
         self.graphs: SamplingGraphs | None = None  # on a GPU
+        # Of models with recurrent layers: `Steps.replay`.
+        self.replay: Callable[[StepBatch, torch.Tensor], None] | None = None
         self.prompt_logprobs = PromptLogprobsHead(model, tables)
         self._with_grammar: set[int] = set()  # slots
         self._none_accepted = torch.zeros_like(tables.num_tokens)
@@ -104,6 +107,8 @@ class GenerationHead:
             keep_logits = self.sampler.wants_logprobs(batch.sampling_rows)
             allowed = mask_logits(pending.logits, batch.layout, masks, keep_logits)
         sampled, verified = self._sample(pending.logits, batch, allowed)
+        if verified is not None and self.replay is not None:
+            self.replay(batch, verified.num_accepted)
         output = HeadOutput(None, None, pending.prompt_pieces)
         if self.drafter is not None and batch.layout.num_drafts:
             slots, drafts = self._draft(self.drafter, batch, verified)

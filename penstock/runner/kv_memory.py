@@ -46,11 +46,13 @@ class KVMemory:
         self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self._state_block_sizes: dict[str, int] = {}
+        self._draft_inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         for group in layout.groups:
             for name, buffer in zip(group.layer_names, self._buffers, strict=False):
                 if isinstance(group.spec, RecurrentSpec):
                     self.states[name] = _view_state(buffer, group.spec)
                     self._state_block_sizes[name] = group.block_size
+                    self._draft_inputs[name] = _rows(group.spec, layout.num_draft_rows, device)
                 else:
                     self.caches[name] = _view_tokens(buffer, group.spec, group.block_size)
         for name, spec in layout.draft_layers.items():
@@ -81,6 +83,7 @@ class KVMemory:
             token_slots,
             self.states,
             self._state_block_sizes,
+            self._draft_inputs,
             second_segments=self.second_segments,
             adapters=adapters,
         )
@@ -103,6 +106,14 @@ def _view_state(buffer: torch.Tensor, spec: RecurrentSpec) -> tuple[torch.Tensor
     """The parts of a layer's recurrent state: [num_blocks, *shape] each."""
     parts = zip(spec.offsets, spec.shapes, spec.dtypes, strict=False)
     return tuple(_view(buffer, offset, shape, dtype) for offset, shape, dtype in parts)
+
+
+def _rows(spec: RecurrentSpec, num_rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Room for the inputs of some rows: [num_rows, size] each."""
+    return tuple(
+        _zeros(num_rows, size * DTYPE_BYTES[dtype], device).view(TORCH_DTYPES[dtype])
+        for size, dtype in spec.inputs
+    )
 
 
 def _view(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

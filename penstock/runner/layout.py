@@ -9,8 +9,8 @@ import numpy as np
 from penstock.protocol.step import NO_SLOT, ScheduledRequest, StepPlan
 from penstock.runner.tables import IntArray, RequestTables
 
-# A step's requests are ordered: decodes, new prompts, then later chunks and drafts.
-DECODE, PROMPT, CHUNK = range(3)
+# A step's requests are ordered: decodes, new prompts, later chunks, then those with drafts.
+DECODE, PROMPT, CHUNK, DRAFTING = range(4)
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class StepLayout:
     seq_lens: IntArray  # [num_requests]: tokens after the step; pending drafts count as accepted
     num_decodes: int  # leading requests with one row each
     num_prompts: int  # requests after those, with nothing in the cache yet
+    num_drafting: int  # last requests, with one token and its drafts each
     sampling: IntArray  # indexes of the requests that sample
     rows_per_sample: IntArray  # logits rows of each sampling request: 1 + drafts
     logits_rows: IntArray  # [num_logits_rows]: the last rows of each sampling request
@@ -77,14 +78,17 @@ def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
     requests = plan.scheduled
     slots = np.array(tables.slots_of(requests), dtype=np.int64)
     counts = np.array([item.num_tokens for item in requests], dtype=np.int64)
-    num_decodes, num_prompts = len(requests), 0
+    num_decodes, num_prompts, num_drafting = len(requests), 0, 0
     if counts.max() > 1:
         is_new = tables.computed_bound[slots] == 0
         places = np.where(counts == 1, DECODE, np.where(is_new, PROMPT, CHUNK))
+        places[[item.num_drafts > 0 for item in requests]] = DRAFTING
         order = np.argsort(places, kind="stable")
         requests = [requests[index] for index in order.tolist()]
         slots, counts = slots[order], counts[order]
-        num_decodes, num_prompts = (int((places == place).sum()) for place in (DECODE, PROMPT))
+        num_decodes, num_prompts, num_drafting = (
+            int((places == place).sum()) for place in (DECODE, PROMPT, DRAFTING)
+        )
     starts = np.zeros(len(requests) + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
     tables.computed_bound[slots] += counts
@@ -98,6 +102,7 @@ def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
         seq_lens=tables.computed_bound[slots],
         num_decodes=num_decodes,
         num_prompts=num_prompts,
+        num_drafting=num_drafting,
         sampling=sampling,
         rows_per_sample=rows_per_sample,
         logits_rows=logits_rows,

@@ -10,7 +10,6 @@ import torch
 
 from penstock.models.base import Hidden, Model
 from penstock.protocol.adapter import Job
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks, StepPlan, StepResult
@@ -74,11 +73,6 @@ class ModelRunner:
         pooler: Pooler | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        if drafter is not None and layout.is_recurrent:
-            raise ConfigError(
-                "speculative decoding is not supported for models with recurrent layers, whose "
-                "state cannot be rolled back when a draft is rejected: drop speculative_config"
-            )
         self.model = model
         self.drafter = drafter
         self.routed_experts = routed_experts
@@ -112,6 +106,8 @@ class ModelRunner:
             return
         sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors)
         self.head = head = GenerationHead(model, self.tables, sampler, drafter)
+        if layout.is_recurrent:
+            head.replay = self.steps.replay
         if drafter is not None:
             drafter.start(self.tables, self.memory, sampler)
         if device.type == "cuda":

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 GREEDY = [sampling()] * len(PROMPTS)
 DRAWN = [sampling(temperature=0.9, seed=index) for index in range(len(PROMPTS))]
-VARIANTS = ["qwen3", "mistral_windowed", "gemma2", "gpt_oss", "llama4", "qwen3_moe", "deepseek_v3"]
+VARIANTS = ["qwen3", "mistral_windowed", "gemma2", "gpt_oss", "llama4", "qwen3_moe", "deepseek_v3",
+            "mamba2", "falcon_h1", "qwen3_next"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,22 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from drafters import Stubborn
-from tiny_engine import assert_ranks_agree, greedy_tokens, open_llm, random_prompts
+from drafters import Oracle, Stubborn
+from eagle_heads import make_head
+from tiny_engine import (
+    assert_ranks_agree,
+    greedy_tokens,
+    open_llm,
+    random_prompts,
+    tokens_and_logprobs,
+)
 from tiny_models import config_of, make_checkpoint
 
-from penstock import LLM
+from penstock import LLM, SamplingParams
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
@@ -26,6 +34,7 @@ from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import RecurrentSpec
 from penstock.protocol.step import StepPlan
+from penstock.runner.drafter import Drafter
 from penstock.runner.runner import StepHandle
 
 # Of each, how many blocks are so few that requests must give way.
@@ -104,10 +113,101 @@ def test_states_that_nobody_holds_are_not_read(
         assert greedy_tokens(llm, PROMPTS) == expected
 
 
-def test_drafts_are_refused(tmp_path: Path) -> None:
+DRAFTED = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
+
+
+@pytest.mark.parametrize("variant", ["mamba2", "falcon_h1", "qwen3_next"])
+def test_drafts_change_nothing(variant: str, tmp_path: Path) -> None:
+    """Some hold and some do not, inside of blocks and across their ends, which are published."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = tokens_and_logprobs(llm, PROMPTS, DRAFTED)
+    whole = [
+        prompt["prompt_token_ids"] + tokens
+        for prompt, (tokens, _) in zip(PROMPTS, alone, strict=True)
+    ]
+    continued = [{"prompt_token_ids": tokens[:-1]} for tokens in whole]
+    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        expected = greedy_tokens(llm, continued)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"async_scheduling": True, "max_num_batched_tokens": 11, "max_num_seqs": 2},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}},
+        {"speculative_config": {"method": "custom", "model": "drafters:AtRandom"}},
+    ]
+    for options in settings:
+        oracle = None if "speculative_config" in options else Oracle(whole, wrong=7)
+        with open_llm(checkpoint, drafter=oracle, block_size=4, **options) as llm:
+            ours = tokens_and_logprobs(llm, PROMPTS, DRAFTED)
+            assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in alone]
+            for (_, own), (_, theirs) in zip(ours, alone, strict=True):
+                assert own == [pytest.approx(row, abs=1e-3) for row in theirs]
+            assert oracle is None or oracle.num_accepted > 60
+            # The next turns go on from states that drafts left, or passed over.
+            before = llm.engine.stats().num_prefix_hits
+            assert greedy_tokens(llm, continued) == expected
+            hits, size = llm.engine.stats().num_prefix_hits - before, checkpoint_size(llm)
+            assert hits == sum((len(tokens) - 2) // size * size for tokens in whole)
+
+
+@pytest.mark.parametrize("variant", ["mamba2", "falcon_h1", "qwen3_next"])
+def test_rejected_drafts_write_no_state(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every state in a block is one that a run without drafts has at the same place, bit by bit."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    options = {
+        "enable_prefix_caching": False, "num_gpu_blocks_override": 200, "max_model_len": 256,
+        "block_size": 4, "max_num_seqs": 1,
+    }  # fmt: skip
+
+    def states_of(drafter: Drafter | None) -> list[torch.Tensor]:
+        with open_llm(checkpoint, drafter=drafter, **options) as llm:
+            executor = llm.engine.executor
+            assert isinstance(executor, InProcessExecutor)
+            assert executor.worker.runner is not None
+            memory = executor.worker.runner.memory
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            tokens = llm.generate(PROMPTS[1], params, use_tqdm=False)[0].outputs[0].token_ids
+            outputs.append(PROMPTS[1]["prompt_token_ids"] + list(tokens))
+            return [part.clone() for parts in memory.states.values() for part in parts]
+
+    outputs: list[list[int]] = []
+    expected = states_of(None)
+    for drafter in (Stubborn(3), Oracle(outputs, wrong=7)):
+        for ours, theirs in zip(states_of(drafter), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert outputs[1:] == outputs[:1] * 2
+
+
+def test_a_head_that_drafts_costs_a_hybrid_model_no_cached_block(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", "qwen3_next")
+    head, _ = make_head(tmp_path / "head", target)
+    found = []
+    for config in (None, {"method": "eagle3", "model": str(head), "adaptive": False}):
+        with open_llm(target, speculative_config=config, block_size=4) as llm:
+            tokens = [greedy_tokens(llm, PROMPTS) for _ in range(2)]
+            found.append((tokens, llm.engine.stats().num_prefix_hits))
+            size = checkpoint_size(llm)
+            lengths = [len(prompt["prompt_token_ids"]) for prompt in PROMPTS]
+            assert found[-1][1] == sum((length - 1) // size * size for length in lengths) > 0
+    assert found[0] == found[1]
+
+
+def test_memory_for_the_inputs_of_drafts_is_part_of_the_cache(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "mamba2")
-    with pytest.raises(ConfigError, match="not supported for models with recurrent layers"):
-        open_llm(checkpoint, drafter=Stubborn(2))
+    layouts = []
+    for drafter in (None, Stubborn(3)):
+        with open_llm(checkpoint, drafter=drafter, kv_cache_memory_bytes=2**24) as llm:
+            executor = llm.engine.executor
+            assert isinstance(executor, InProcessExecutor)
+            assert executor.worker.runner is not None
+            layouts.append(executor.worker.runner.memory.layout)
+    plain, drafting = layouts
+    assert plain.draft_input_bytes == 0 < drafting.draft_input_bytes
+    assert drafting.num_blocks < plain.num_blocks
+    for layout in layouts:
+        assert 2**24 - layout.block_bytes < layout.total_bytes <= 2**24
 
 
 @pytest.mark.parametrize(

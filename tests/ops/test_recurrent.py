@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrent_steps import Conv, Delta, Layer, Mamba, Steps
+from recurrent_steps import MAX_WRONG, Conv, Delta, Layer, Mamba, Steps
 
 from penstock.ops import reference
 from penstock.ops.recurrent import MAX_CHUNK, chunk_size
@@ -36,6 +36,51 @@ def test_any_schedule_gives_the_recurrence(kind: type[Layer], data: st.DataObjec
         steps.run(counts)
         assert torch.equal(steps.states[shared], before), "a block that others read was written"
     steps.check()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_rejected_drafts_leave_nothing_behind(kind: type[Layer], data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    block_size = data.draw(st.sampled_from([1, 2, 3, 7, 16]))
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    steps = Steps(kind(), lengths, block_size, reference)
+    while steps.computed != lengths:
+        counts, wrong = {}, {}
+        for index, (length, done) in enumerate(zip(lengths, steps.computed, strict=True)):
+            asked = min(data.draw(st.sampled_from([9, 4, 2, 1, 1, 0])), length - done)
+            if asked:
+                counts[index] = asked
+                if done and data.draw(st.booleans()):
+                    wrong[index] = data.draw(st.integers(0, MAX_WRONG))
+        if not counts:
+            continue
+        shared = steps.full_blocks()
+        before = steps.states[shared]
+        steps.run(counts, wrong=wrong)
+        assert torch.equal(steps.states[shared], before), "a block that others read was written"
+        steps.check()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_drafts_give_the_bits_of_single_tokens(kind: type[Layer]) -> None:
+    states, outputs = [], []
+    for drafts in (False, True):
+        torch.manual_seed(5)
+        steps = Steps(kind(), [22], 4, reference)
+        steps.run({0: 6})
+        for _ in range(4):
+            if drafts:
+                steps.run({0: 4}, wrong={0: 2})
+            else:
+                for _ in range(4):
+                    steps.run({0: 1})
+        blocks = steps.table[0, :6].long()
+        states.append(steps.states[blocks])
+        outputs.append(steps.outputs[0])
+    assert torch.equal(*states)
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -13,7 +13,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvcache.kv_fakes import is_cross, positions_read, slot_of
+from kvcache.kv_fakes import is_cross, is_recurrent, positions_read, slot_of
 
 from penstock.protocol.adapter import (
     Adapter,
@@ -351,8 +351,8 @@ class FakeDevice:
             accepting = is_right
             if accepting:
                 sampled.append(sample(digest, row.seed, row.params, num_output + len(sampled)))
-        self._write(row, start, computed)
         num_right = num_known + len(sampled) - 1
+        self._write(row, start, computed, num_right)
         row.digests += computed[:num_right]
         row.num_computed += num_right
         row.token_ids += sampled
@@ -385,11 +385,13 @@ class FakeDevice:
                 self.memory[block_id, 0] = row.request_id
             assert self.memory[block_id, 0] == row.request_id
 
-    def _write(self, row, start, digests):
+    def _write(self, row, start, digests, num_right=None):
+        """A state is written only where drafts hold: it could not be taken back."""
         for group_index, group in enumerate(self.groups):
             if is_cross(group):
                 continue
-            for position, digest in enumerate(digests, start):
+            kept = digests[:num_right] if is_recurrent(group) else digests
+            for position, digest in enumerate(kept, start):
                 slot = slot_of(group, row.tables[group_index], position)
                 assert slot[0] != 0
                 self.memory[slot] = (group_index, digest)

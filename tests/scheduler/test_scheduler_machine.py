@@ -10,7 +10,7 @@ from harness import Engine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kvcache.kv_fakes import ONE_GROUP, THREE_GROUPS, any_groups, is_recurrent
+from kvcache.kv_fakes import HYBRID_GROUPS, ONE_GROUP, THREE_GROUPS, any_groups
 
 from penstock.kvcache.layout import blocks_for_request
 from penstock.protocol.errors import InputError
@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 32
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
-        groups=st.one_of(st.sampled_from([ONE_GROUP, THREE_GROUPS]), any_groups()),
+        groups=st.one_of(st.sampled_from([ONE_GROUP, THREE_GROUPS, HYBRID_GROUPS]), any_groups()),
         spare_blocks=st.integers(0, 12),
         caching=st.booleans(),
         chunked=st.booleans(),
@@ -52,8 +52,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.groups = groups
         step_tokens = num_batched_tokens if chunked else MAX_MODEL_LEN
         needed = blocks_for_request(groups, MAX_MODEL_LEN, max_step_tokens=step_tokens)
-        if any(map(is_recurrent, groups)):
-            num_drafts = 0  # a state cannot be taken back
         self.engine = Engine(
             depth=depth,
             groups=groups,

@@ -16,7 +16,6 @@ from kvcache.kv_fakes import (
     HYBRID_GROUPS,
     ONE_GROUP,
     THREE_GROUPS,
-    is_recurrent,
 )
 
 from penstock.kvcache.layout import blocks_for_request
@@ -29,7 +28,6 @@ def random_engine(rng):
     chunked = rng.random() < 0.8
     step_tokens = rng.randint(2, 30) if chunked else MAX_MODEL_LEN
     needed = blocks_for_request(groups, MAX_MODEL_LEN, max_step_tokens=step_tokens)
-    drafts = [0] if any(map(is_recurrent, groups)) else [0, 0, 1, 3]
     return Engine(
         depth=rng.randint(1, 3),
         groups=groups,
@@ -41,7 +39,7 @@ def random_engine(rng):
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=rng.choice([0, 0, 5]) if chunked else 0,
         policy=rng.choice(["fcfs", "priority"]),
-        num_drafts=rng.choice(drafts),
+        num_drafts=rng.choice([0, 0, 1, 3]),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_encoders
 import torch
-from drafters import Oracle, Stubborn
+from drafters import Oracle
 from eagle_heads import Plain, Watched, make_head
 from lora_slots import open_with_slots, random_adapter, runner_of, slots_of
 from tiny_models import make_checkpoint
@@ -109,6 +109,8 @@ def take_device_path(llm: LLM, drafter: Drafter | None = None) -> WatchedGraphs:
     sampler = Sampler(tables, VOCAB_SIZE, CPU, choose_tokens)
     head = GenerationHead(runner.model, tables, sampler, drafter)
     head.graphs = WatchedGraphs(steps.buffers, steps.logits, tables, sampler, steps.pool)
+    if runner.memory.layout.is_recurrent:
+        head.replay = steps.replay
     runner.tables, runner.steps, runner.head = tables, steps, head
     return head.graphs
 
@@ -188,28 +190,6 @@ def test_drafts_verified_in_padded_steps_give_the_plain_paths_tokens(
     verified(tmp_path, monkeypatch, "qwen3", kinds)
 
 
-def test_drafts_beside_prompts_give_the_plain_paths_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More requests than slots: a prompt enters while others verify."""
-    prompts = [{"prompt_token_ids": [1 + (index * 7) % 60] * 9} for index in range(6)]
-    params = [sampling(4 + 2 * index, temperature=0.0) for index in range(6)]
-    checkpoint = str(make_checkpoint(tmp_path, "qwen3", **SHAPE))
-    with LLM(checkpoint, **OPTIONS) as llm:
-        expected = llm.generate(prompts, params, use_tqdm=False)
-    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
-    drafter = Stubborn(3)
-    with LLM(checkpoint, drafter=drafter, **OPTIONS) as llm:
-        take_device_path(llm, drafter)
-        found = llm.generate(prompts, params, use_tqdm=False)
-        steps = runner_of(llm).steps
-        assert isinstance(steps, WatchedSteps)
-        buckets = [bucket for bucket in steps.buckets if bucket and bucket.width > 1]
-        assert {bucket.decode for bucket in buckets} == {False, True}
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
-
-
 def test_an_eagle_head_drafts_on_the_way_of_a_gpu_as_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,19 +225,64 @@ def test_n_gram_drafts_of_the_device_give_the_plain_paths_tokens(
         assert any(bucket.width > 1 for bucket in steps.buckets if bucket)
 
 
+HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
+    "deepseek_v3": {"num_hidden_layers": 1, "num_key_value_heads": 2},
+    "gemma2": {"num_hidden_layers": 2, "sliding_window": 6},
+    "gpt_oss": {"num_hidden_layers": 2, "sliding_window": 6, "num_local_experts": 2},
+    "llama4": {
+        "num_hidden_layers": 2, "no_rope_layers": [1, 0], "attention_chunk_size": 6,
+        "num_local_experts": 2,
+    },
+    "mamba2": {"num_hidden_layers": 1, "num_heads": 2, "head_dim": 32, "n_groups": 1},
+    "qwen3_next": {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "mlp_only_layers": [0, 1],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "mamba2", "qwen3_next"])
+def test_drafts_beside_prompts_give_the_plain_paths_tokens(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than slots: a prompt enters while others verify."""
+    prompts = [{"prompt_token_ids": [1 + (index * 7) % 60] * 9} for index in range(6)]
+    params = [sampling(4 + 2 * index, temperature=0.0) for index in range(6)]
+    settings = {**SHAPE, **HYBRID.get(variant, {})}
+    checkpoint = str(make_checkpoint(tmp_path, variant, **settings))
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    whole = [output.prompt_token_ids + list(output.outputs[0].token_ids) for output in expected]
+    drafter = Oracle(whole, wrong=1, num_drafts=3)
+    with LLM(checkpoint, drafter=drafter, **OPTIONS) as llm:
+        take_device_path(llm, drafter)
+        found = llm.generate(prompts, params, use_tqdm=False)
+        steps = runner_of(llm).steps
+        assert isinstance(steps, WatchedSteps)
+        buckets = {
+            bucket and bucket.decode for bucket in steps.buckets if not bucket or bucket.width > 1
+        }
+        # Mixed steps of recurrent layers are not padded.
+        assert buckets == ({False, True} if variant == "qwen3" else {None, True})
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
-    ("variant", "settings"),
+    "variant",
     [
-        ("deepseek_v3", {"num_hidden_layers": 1, "num_key_value_heads": 2}),
-        ("gemma2", {"num_hidden_layers": 2, "sliding_window": 6}),
-        ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 6, "num_local_experts": 2}),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
+        "mamba2",
+        "qwen3_next",
     ],
 )
-@pytest.mark.slow
 def test_drafts_of_other_kinds_of_layers_give_the_plain_paths_tokens(
-    variant: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verified(tmp_path, monkeypatch, variant, {"greedy": VERIFIED["greedy"]}, **settings)
+    verified(tmp_path, monkeypatch, variant, {"greedy": VERIFIED["greedy"]}, **HYBRID[variant])
 
 
 @pytest.mark.parametrize("variant", ["qwen3", pytest.param("mixtral", marks=pytest.mark.slow)])
@@ -290,22 +315,6 @@ def test_rows_with_adapters_give_the_plain_paths_tokens(
     assert tokens(is_device=True) == expected
     replaced, added, base = expected[::2]
     assert added != base != replaced != added
-
-
-HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
-    "deepseek_v3": {"num_hidden_layers": 1, "num_key_value_heads": 2},
-    "gemma2": {"num_hidden_layers": 2, "sliding_window": 6},
-    "gpt_oss": {"num_hidden_layers": 2, "sliding_window": 6, "num_local_experts": 2},
-    "llama4": {
-        "num_hidden_layers": 2, "no_rope_layers": [1, 0], "attention_chunk_size": 6,
-        "num_local_experts": 2,
-    },
-    "mamba2": {"num_hidden_layers": 1, "num_heads": 2, "head_dim": 32, "n_groups": 1},
-    "qwen3_next": {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "mlp_only_layers": [0, 1],
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

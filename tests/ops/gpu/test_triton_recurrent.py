@@ -32,6 +32,37 @@ def test_single_tokens_beside_longer_queries(device: torch.device, name: str) ->
     steps.check()
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_drafts_beside_longer_queries(device: torch.device, name: str, block_size: int) -> None:
+    layer: Layer = LAYERS[name]()
+    steps = Steps(layer, [30, 22, 17, 12], block_size, recurrent, device)
+    steps.run({0: 6, 1: 1, 2: 3})
+    steps.run({0: 4, 1: 1, 2: 2, 3: 5}, wrong={0: 2, 2: 0})
+    for round_ in range(3):
+        shared = steps.full_blocks()
+        before = steps.states[shared]
+        steps.run({0: 5, 1: 1 + round_, 2: 1}, wrong={0: 0, 1: 3, 2: 5})
+        assert torch.equal(steps.states[shared], before)
+    steps.run({1: 1, 3: 1}, wrong={1: 1})
+    steps.check()
+
+
+@pytest.mark.parametrize("name", ["conv", "mamba", "delta"])
+def test_padded_drafts_give_zeros_for_padding_and_write_no_block_of_anybody(
+    device: torch.device, name: str
+) -> None:
+    steps = Steps(LAYERS[name](), [20, 12, 3], 4, recurrent, device)
+    steps.run({0: 8, 1: 3})
+    own = steps.table[0, :2].long()
+    before = steps.states[own]
+    steps.run({0: 3, 1: 1, 2: 1}, num_padding=3, wrong={0: 2, 1: 1}, padded=True)
+    assert (steps.padding == 0).all()
+    assert torch.equal(steps.states[own], before)
+    steps.run({0: 1, 1: 5, 2: 1}, num_padding=1, wrong={0: 4}, padded=True)
+    steps.check()
+
+
 @pytest.mark.parametrize("name", ["conv", "mamba", "delta"])
 def test_padding_gives_zeros_and_writes_nothing(device: torch.device, name: str) -> None:
     torch.manual_seed(1)
