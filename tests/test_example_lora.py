@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from scripts import load_script
 
 from penstock.loading.adapters.source import adapter_digest, locate_adapter
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lora.py"
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_lora", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/train_lora.py")
 
 
 class ByteTokenizer:

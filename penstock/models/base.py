@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -32,6 +32,10 @@ class WeightTable:
 
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not loaded
     renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
+
+    def renaming(self, renamed: Mapping[str, str]) -> WeightTable:
+        """This table with further replacements. Earlier ones are applied first."""
+        return replace(self, renamed={**self.renamed, **renamed})
 
 
 @dataclass(frozen=True)

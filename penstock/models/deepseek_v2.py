@@ -13,7 +13,6 @@ from penstock.layers.build import Build
 from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.layers.latent_attention import LatentAttention, LatentConfig
 from penstock.layers.rotary import rotary_parameters
-from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.ops.experts import Routing
@@ -23,10 +22,7 @@ GREEDY, GROUPS = "greedy", "group_limited_greedy"
 
 
 class DeepseekV2ForCausalLM(DecoderLM):
-    weights = WeightTable(
-        ignored=DecoderLM.weights.ignored,
-        renamed={r"\.mlp\.shared_experts\.": ".mlp.shared_expert."},
-    )
+    weights = DecoderLM.weights.renaming({r"\.mlp\.shared_experts\.": ".mlp.shared_expert."})
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         # The rotated part counts as a head, and there are as many keys as queries.

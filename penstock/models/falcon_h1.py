@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.mamba2 import Mamba2, Mamba2Config
 from penstock.layers.norm import Norm
 from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention, Stream
-from penstock.models.base import Hidden, WeightTable
+from penstock.models.base import Hidden
 from penstock.models.config import DecoderConfig, read_float, read_int
-from penstock.models.decoder import DecoderLM
+from penstock.models.decoder import DecoderLayer, DecoderLM
 from penstock.models.mamba2 import read_dt_limit, read_num_groups
 from penstock.protocol.errors import ModelError
 
@@ -33,7 +32,7 @@ class FalconH1MLP(GatedMLP):
         return self.down_proj(self.ops.silu_mul(gate_up)) * self.multiplier
 
 
-class FalconH1Layer(nn.Module):
+class FalconH1Layer(DecoderLayer):
     """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
@@ -45,12 +44,8 @@ class FalconH1Layer(nn.Module):
         mlp_norm: Norm,
         config: DecoderConfig,
     ) -> None:
-        super().__init__()
-        self.input_layernorm = input_norm
+        super().__init__(attention, mlp, input_norm, mlp_norm)
         self.mamba = mamba
-        self.self_attn = attention
-        self.pre_ff_layernorm = mlp_norm
-        self.feed_forward = mlp
         raw = config.raw
         self.mamba_in = read_float(raw, "ssm_in_multiplier", 1.0)
         self.mamba_out = read_float(raw, "ssm_out_multiplier", 1.0)
@@ -61,12 +56,18 @@ class FalconH1Layer(nn.Module):
         x, residual = self.input_layernorm.add(x, residual)
         mixed = self.mamba(x * self.mamba_in) * self.mamba_out
         attended = self.self_attn(x * self.attention_in, angles) * self.attention_out
-        x, residual = self.pre_ff_layernorm.add(mixed + attended, residual)
-        return self.feed_forward(x), residual
+        x, residual = self.post_attention_layernorm.add(mixed + attended, residual)
+        return self.mlp(x), residual
 
 
 class FalconH1ForCausalLM(DecoderLM):
-    weights = WeightTable(renamed={r"^model\.final_layernorm\.": "model.norm."})
+    weights = DecoderLM.weights.renaming(
+        {
+            r"^model\.final_layernorm\.": "model.norm.",
+            r"\.pre_ff_layernorm\.": ".post_attention_layernorm.",
+            r"\.feed_forward\.": ".mlp.",
+        }
+    )
     defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8}
     nullable = ("num_key_value_heads",)  # null: as many as query heads
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.layers.sublayers import RotaryAttention
-from penstock.models.base import WeightTable
 from penstock.models.decoder import DecoderLM
 
 
 class Glm4ForCausalLM(DecoderLM):
-    weights = WeightTable(
-        ignored=DecoderLM.weights.ignored,
-        renamed={  # order matters
+    weights = DecoderLM.weights.renaming(
+        {  # order matters
             r"\.post_attention_layernorm\.": ".pre_feedforward_layernorm.",
             r"\.post_self_attn_layernorm\.": ".post_attention_layernorm.",
             r"\.post_mlp_layernorm\.": ".post_feedforward_layernorm.",
-        },
+        }
     )
     defaults = {
         "rms_norm_eps": 1.5625e-7,

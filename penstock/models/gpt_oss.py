@@ -16,7 +16,6 @@ from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.layers.sublayers import RotaryAttention
-from penstock.models.base import WeightTable
 from penstock.models.config import check_fixed
 from penstock.models.decoder import DecoderLM
 from penstock.models.experts import make_experts
@@ -30,12 +29,11 @@ GROUP = 32  # numbers that share a scale
 
 
 class GptOssForCausalLM(DecoderLM):
-    weights = WeightTable(
-        ignored=DecoderLM.weights.ignored,
-        renamed={
+    weights = DecoderLM.weights.renaming(
+        {
             r"\.self_attn\.sinks$": ".self_attn.attention.sinks",
             r"\.mlp\.router\.": ".mlp.gate.",
-        },
+        }
     )
     defaults = {
         "rms_norm_eps": 1e-5,

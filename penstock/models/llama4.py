@@ -59,9 +59,8 @@ class Llama4Attention(RotaryAttention):
 
 
 class Llama4ForCausalLM(DecoderLM):
-    weights = WeightTable(
-        ignored=DecoderLM.weights.ignored,
-        renamed={r"\.feed_forward\.router\.": ".mlp.gate.", r"\.feed_forward\.": ".mlp."},
+    weights = DecoderLM.weights.renaming(
+        {r"\.feed_forward\.router\.": ".mlp.gate.", r"\.feed_forward\.": ".mlp."}
     )
     defaults = {
         "head_dim": 128,

@@ -8,7 +8,6 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.sublayers import RotaryAttention
-from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.deepseek_v3 import without_extra_layers
@@ -18,12 +17,10 @@ from penstock.models.olmo2 import use_all_heads_norms
 
 
 class MiniMaxM2ForCausalLM(DecoderLM):
-    weights = WeightTable(
-        ignored=DecoderLM.weights.ignored,
-        renamed={
-            **MixtralForCausalLM.weights.renamed,
+    weights = MixtralForCausalLM.weights.renaming(
+        {
             r"\.mlp\.e_score_correction_bias$": ".mlp.gate.e_score_correction_bias",
-        },
+        }
     )
     defaults = {"head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5000000.0}
 

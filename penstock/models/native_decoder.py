@@ -23,9 +23,8 @@ from penstock.ops.cpu import library, lora
 from penstock.ops.cpu.ops import cache_of, step_of
 from penstock.ops.lora import AdapterStep
 
-_loaded = library.load()
-assert _loaded is not None, "penstock.models.native_decoder needs the library"
-_decoder_layer = _loaded.penstock_decoder_layer
+_library = library.loaded()
+_decoder_layer = _library.penstock_decoder_layer
 
 
 def fuse_layers(model: nn.Module) -> None:

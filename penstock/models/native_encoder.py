@@ -17,9 +17,8 @@ from penstock.models.encoder import EncoderLayer
 from penstock.ops.cpu import library
 from penstock.ops.cpu.ops import ALL_POSITIONS, packed_step_of
 
-_loaded = library.load()
-assert _loaded is not None, "penstock.models.native_encoder needs the library"
-_encoder_layer = _loaded.penstock_encoder_layer
+_library = library.loaded()
+_encoder_layer = _library.penstock_encoder_layer
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")  # `Activation` in csrc/kernels.hpp
 

@@ -48,24 +48,20 @@ class HeadOutput:
     num_drafts: IntArray | None = None  # [num_sampling] drafts of each; None: as many as planned
 
 
+@dataclass
 class GenerationHead:
-    def __init__(
-        self,
-        model: Model,
-        tables: RequestTables,
-        sampler: Sampler,
-        drafter: Drafter | None = None,
-    ) -> None:
-        self.model = model
-        self.tables = tables
-        self.sampler = sampler
-        self.drafter = drafter
-        self.graphs: SamplingGraphs | None = None  # on a GPU
-        # Of models with recurrent layers: `Steps.replay`.
-        self.replay: Callable[[StepBatch, torch.Tensor], None] | None = None
-        self.prompt_logprobs = PromptLogprobsHead(model, tables)
+    model: Model
+    tables: RequestTables
+    sampler: Sampler
+    drafter: Drafter | None = None
+    graphs: SamplingGraphs | None = None  # on a GPU
+    # Of models with recurrent layers: `Steps.replay`.
+    replay: Callable[[StepBatch, torch.Tensor], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_logprobs = PromptLogprobsHead(self.model, self.tables)
         self._with_grammar: set[int] = set()  # slots
-        self._none_accepted = torch.zeros_like(tables.num_tokens)
+        self._none_accepted = torch.zeros_like(self.tables.num_tokens)
 
     def add(self, slot: int, request: NewRequest) -> None:
         if request.sampling.is_masked:

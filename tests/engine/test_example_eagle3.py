@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import sys
 from pathlib import Path
@@ -13,20 +12,13 @@ import pytest
 import torch
 from eagle_heads import Plain
 from safetensors.torch import load_file
+from scripts import load_script
 from tiny_engine import OPTIONS, open_llm
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_eagle3.py"
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_eagle3", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_eagle3"] = module  # where its dataclass looks for types
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/train_eagle3.py")
 
 
 def prompts(count: int) -> list[dict[str, Any]]:

@@ -225,6 +225,13 @@ def load() -> ctypes.CDLL | None:
     return _find().library
 
 
+def loaded() -> ctypes.CDLL:
+    """The library, for modules that are imported only where there is one."""
+    found = load()
+    assert found is not None, "this module needs the C++ library"
+    return found
+
+
 def describe() -> str:
     """One line for `collect-env`: the instructions it uses, or why it is not used."""
     found = _find()

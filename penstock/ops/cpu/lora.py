@@ -12,9 +12,8 @@ from penstock.ops.cpu import library
 from penstock.ops.cpu.dtypes import FLOAT_TYPES
 from penstock.ops.lora import AdapterStep, PartUpdate, Update
 
-_loaded = library.load()
-assert _loaded is not None, "penstock.ops.cpu.lora needs the library"
-_add_lora = _loaded.penstock_add_lora
+_library = library.loaded()
+_add_lora = _library.penstock_add_lora
 
 
 class LoraSlots(lora.LoraSlots):

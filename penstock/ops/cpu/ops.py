@@ -13,7 +13,7 @@ import torch
 from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu.dtypes import CACHE_TYPES
-from penstock.ops.cpu.library import Cache, KeyValueRows, Step, load
+from penstock.ops.cpu.library import Cache, KeyValueRows, Step, loaded
 from penstock.ops.cpu.lora import lora_slots
 from penstock.ops.cpu.sampling import choose_tokens
 from penstock.protocol.kv import INT8_SCALE_BYTES
@@ -31,16 +31,15 @@ __all__ = [
     "write_kv",
 ]
 
-_loaded = load()
-assert _loaded is not None, "penstock.ops.cpu.ops needs the library"
-_rms_norm = _loaded.penstock_rms_norm
-_add_rms_norm = _loaded.penstock_add_rms_norm
-_layer_norm = _loaded.penstock_layer_norm
-_silu_mul = _loaded.penstock_silu_mul
-_rotate = _loaded.penstock_rotate
-_write_kv = _loaded.penstock_write_kv
-_attend = _loaded.penstock_attend
-_attend_rows = _loaded.penstock_attend_rows
+_library = loaded()
+_rms_norm = _library.penstock_rms_norm
+_add_rms_norm = _library.penstock_add_rms_norm
+_layer_norm = _library.penstock_layer_norm
+_silu_mul = _library.penstock_silu_mul
+_rotate = _library.penstock_rotate
+_write_kv = _library.penstock_write_kv
+_attend = _library.penstock_attend
+_attend_rows = _library.penstock_attend_rows
 
 ALL_POSITIONS = 1 << 40  # an unlimited reach
 

@@ -8,14 +8,13 @@ import torch
 
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.cpu.dtypes import BLOCK_TYPES, FLOAT_TYPES
-from penstock.ops.cpu.library import WeightPart, Weights, load
+from penstock.ops.cpu.library import WeightPart, Weights, loaded
 
-_loaded = load()
-assert _loaded is not None, "penstock.ops.cpu.packed needs the library"
-_packed_bytes = _loaded.penstock_packed_bytes
-_pack = _loaded.penstock_pack
-_embed = _loaded.penstock_embed
-_linear = _loaded.penstock_linear
+_library = loaded()
+_packed_bytes = _library.penstock_packed_bytes
+_pack = _library.penstock_pack
+_embed = _library.penstock_embed
+_linear = _library.penstock_linear
 
 
 class PackedMatrix:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from penstock.ops.cpu.library import load
+from penstock.ops.cpu.library import loaded
 
-_loaded = load()
-assert _loaded is not None, "penstock.ops.cpu.sampling needs the library"
-_choose_tokens = _loaded.penstock_choose_tokens
+_library = loaded()
+_choose_tokens = _library.penstock_choose_tokens
 
 
 def choose_tokens(
