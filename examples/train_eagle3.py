@@ -3,6 +3,8 @@
     python examples/train_eagle3.py head
     penstock serve --speculative-config '{"method": "eagle3", "model": "./head"}'
 
+or `penstock serve ./head`, which names the model that it was trained for.
+
 Takes some minutes on two CPU cores. While the model generates, a drafter that proposes nothing
 records the hidden states that a head will read. The head then learns to predict the model's next
 tokens from them: the first from the model's states, each further one from its own. At the end the
@@ -85,6 +87,7 @@ class Recorder(Drafter):
 
     def load(self, setup: DraftSetup) -> None:
         target, self.settings = setup.target, dict(setup.source.config)
+        self.model_name = setup.config.model.model
         target.aux_layers = aux_layers({}, int(self.settings["num_hidden_layers"]))
         self.aux_layers = list(target.aux_layers)
         everything = torch.arange(target.vocab_size)
@@ -282,14 +285,12 @@ def _loss(
     return loss
 
 
-def save(head: Head, folder: Path, recorder: Recorder, vocabulary: Tensor) -> None:
+def save(head: Head, folder: Path, recorder: Recorder, vocabulary: Tensor, num_drafts: int) -> None:
     """Write the head as the speculators library does."""
-    names = {"layer.": "layers.0."}
-    tensors = {}
-    for name, tensor in head.state_dict().items():
-        for old, new in names.items():
-            name = name.replace(old, new, 1) if name.startswith(old) else name
-        tensors[name] = tensor.contiguous()
+    tensors = {
+        name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: tensor
+        for name, tensor in head.state_dict().items()
+    }
     vocab_size = len(recorder.embedding)
     tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
     tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, vocabulary, True)
@@ -299,6 +300,15 @@ def save(head: Head, folder: Path, recorder: Recorder, vocabulary: Tensor) -> No
         "draft_vocab_size": len(vocabulary),
         "eagle_aux_hidden_state_layer_ids": recorder.aux_layers,
         "norm_before_residual": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_drafts}],
+            "verifier": {
+                "name_or_path": recorder.model_name,
+                "architectures": recorder.settings["architectures"],
+            },
+        },
         "transformer_layer_config": {
             **{key: value for key, value in recorder.settings.items() if key != "architectures"},
             "model_type": "llama",
@@ -352,7 +362,7 @@ def main() -> None:
         generate(llm, prompts[NUM_TESTED : NUM_TESTED + args.prompts], args.max_tokens)
     vocabulary = choose_vocabulary(recorder.texts, args.vocabulary, len(recorder.embedding))
     head, _ = train(recorder, vocabulary, args.steps, args.batch_size, args.drafts)
-    save(head, args.output, recorder, vocabulary)
+    save(head, args.output, recorder, vocabulary, args.drafts)
     shares = measure(args.output, prompts[:NUM_TESTED], args.max_tokens, args.drafts, **options)
     for position, share in enumerate(shares, start=1):
         print(f"the first {position} of the drafts held in {share:.0%} of the steps")

@@ -57,11 +57,16 @@ def test_the_example_writes_a_head_that_is_served(
     vocabulary = example.choose_vocabulary(recorder.texts, 128, 256)
     head, losses = example.train(recorder, vocabulary, num_steps=60, batch_size=4, num_drafts=2)
     assert sum(losses[-5:]) < sum(losses[:5])
-    example.save(head, tmp_path / "head", recorder, vocabulary)
+    example.save(head, tmp_path / "head", recorder, vocabulary, 2)
     options = {"model": tiny_llama, "dtype": "float32", **OPTIONS}
     shares = example.measure(tmp_path / "head", prompts(6), 12, 2, **options)
     assert len(shares) == 2
     assert 1 >= shares[0] >= shares[1] >= 0
+    with open_llm(tmp_path / "head", dtype="float32") as llm:  # it names its verifier
+        example.generate(llm, prompts(2), 12)
+        stats = llm.engine.speculation_stats()
+        assert stats is not None
+        assert stats.num_draft_tokens > 0
 
 
 def test_training_computes_what_the_engine_will(
@@ -70,7 +75,7 @@ def test_training_computes_what_the_engine_will(
     """The first draft of each row, and the next ones after true tokens."""
     vocabulary = example.choose_vocabulary(recorder.texts, 128, 256)
     head, _ = example.train(recorder, vocabulary, num_steps=5, batch_size=4, num_drafts=2)
-    example.save(head, tmp_path / "head", recorder, vocabulary)
+    example.save(head, tmp_path / "head", recorder, vocabulary, 2)
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     names = {name: name.replace("layers.0.", "midlayer.") for name in tensors}
     plain = Plain(Path(tiny_llama), {names[name]: each for name, each in tensors.items()})

@@ -143,7 +143,8 @@ class HostDrafter(Drafter):
         factor = (request.held + OWN_WEIGHT) / (request.expected + OWN_WEIGHT)
         request.looked_at, request.proposed, most = [], [], 0.0
         for path in self.search(slot, num_drafts):
-            looked_at, count, chance, gain = Path(), 0, 1.0, 0.0
+            looked_at: Path = []
+            count, chance, gain = 0, 1.0, 0.0
             for draft in path:
                 looked_at.append(draft)
                 chance *= min(chances[draft[1]] * factor, MOST_CHANCE)
