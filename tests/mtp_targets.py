@@ -14,6 +14,7 @@ from torch.nn import functional
 
 NUM_LAYERS = 3
 EXTRA = f"model.layers.{NUM_LAYERS}"  # the layer after the last
+LINEAR, FULL = "linear_attention", "full_attention"
 KINDS = ["sparse", "dense", "sparse", "sparse"]  # the last one is the MTP layer
 
 
@@ -58,7 +59,7 @@ TARGETS: dict[str, Parts] = {
         has_copies=False,
         passes_normed=True,
         norm_offset=1.0,
-        settings=(("layer_types", ["full_attention"] * 4),),
+        settings=(("layer_types", [LINEAR, LINEAR, FULL, FULL]),),
     ),
 }
 

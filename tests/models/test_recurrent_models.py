@@ -194,6 +194,19 @@ def test_a_head_that_drafts_costs_a_hybrid_model_no_cached_block(tmp_path: Path)
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("variant", ["mamba2", "qwen3_next"])
+def test_a_model_with_attention_drafts_for_one_without(variant: str, tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", variant)
+    draft = make_checkpoint(tmp_path / "draft", "llama")
+    with open_llm(target, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = greedy_tokens(llm, PROMPTS)
+    config = {"method": "draft_model", "model": str(draft), "adaptive": False}
+    with open_llm(target, speculative_config=config, async_scheduling=True) as llm:
+        for _ in range(2):
+            assert greedy_tokens(llm, PROMPTS) == alone
+        assert llm.engine.speculation_stats().num_draft_tokens > 100
+
+
 def test_memory_for_the_inputs_of_drafts_is_part_of_the_cache(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "mamba2")
     layouts = []
