@@ -60,7 +60,7 @@ SPECULATION: list[dict[str, Any]] = [
     {"method": "suffix", "suffix_decoding_max_cached_requests": 4},
     {"method": "custom", "model": "drafters:AtRandom"},
 ]
-TARGETS_WITH_MTP = ("mimo",)
+TARGETS_WITH_MTP = ("mimo", "qwen3_next")
 NUM_ADAPTERS = 3  # more than slots
 Case = tuple[list[int], SamplingParams]
 TOLERANCE = 1e-3  # of logprobs, where rows' numbers depend on the batch in their last bits
