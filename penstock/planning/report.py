@@ -96,5 +96,5 @@ def _advice(plan: Plan) -> list[str]:
 
 
 def _flags(split: Split) -> str:
-    engines = f", {split.dp} engines" if split.dp > 1 else ""
-    return f"--tensor-parallel-size {split.tp}{engines}"
+    replicas = f" --data-parallel-size {split.dp}" if split.dp > 1 else ""
+    return f"--tensor-parallel-size {split.tp}{replicas}"

@@ -129,14 +129,21 @@ class Streams:
             if response.status_code != 200:
                 answer.error = json.loads(await response.aread())["error"]
                 return answer
+            last = time.monotonic()
             async for line in response.aiter_lines():
                 if line:
+                    now = time.monotonic()
+                    self.on_event(now - last)
+                    last = now
                     num_tokens = answer.add(line.removeprefix("data: "))
                     self.num_tokens += num_tokens
                     self.num_begun += num_tokens > 0 and not has_begun
                     has_begun = has_begun or num_tokens > 0
         answer.num_ends += not body["stream"]
         return answer
+
+    def on_event(self, gap_s: float) -> None:
+        """An event of a stream has come, so long after the one before it."""
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():

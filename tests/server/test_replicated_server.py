@@ -208,6 +208,40 @@ def test_without_restarts_the_others_go_on(model: Path, calm: list[Answer], tmp_
         assert server.wait() == 3
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("restarts", [True, False], ids=["restarts", "no_restarts"])
+def test_one_of_three_is_killed_under_48_streams(
+    model: Path, tmp_path: Path, restarts: bool
+) -> None:
+    """Nothing is lost or wrong, and the gaps of the others' streams stay what they were."""
+    flags = () if restarts else ("--no-restart-engine",)
+    bodies = [{**SEEDED, "seed": seed, "max_tokens": 200} for seed in range(48)]
+    with start_subject(model, tmp_path, "-dp", "3", *flags).server as server:
+        calm = Streams(server).run(bodies)
+        before, during = Gaps(server), Gaps(server)
+        assert before.run(bodies) == calm
+        fault = kill_one(server, after_tokens=48 * 50, seed=1)
+        for answers, undisturbed in zip(during.run_during(bodies, fault), calm, strict=True):
+            assert all(answer == undisturbed for answer in answers)
+        print(f"99th percentile of gaps: {before.p99_s():.4f} s, killed {during.p99_s():.4f} s")
+        assert during.p99_s() <= 4 * before.p99_s()
+
+
+class Gaps(Streams):
+    """Streams that also note the time between events of each."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        super().__init__(server)
+        self._gaps_s: list[float] = []
+
+    def on_event(self, gap_s: float) -> None:
+        self._gaps_s.append(gap_s)
+
+    def p99_s(self) -> float:
+        return sorted(self._gaps_s)[int(0.99 * len(self._gaps_s))]
+
+
 # -- bad input
 
 
