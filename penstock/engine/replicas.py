@@ -303,14 +303,15 @@ class ReplicaSet:
         if self._router is not None:
             self._router.add(replica, info)
             if self._policy == "prefix":
-                task = asyncio.ensure_future(self._follow_cache(replica))
+                dispatch = self.members[replica].dispatch
+                task = asyncio.ensure_future(self._follow_cache(dispatch))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _follow_cache(self, replica: int) -> None:
+    async def _follow_cache(self, dispatch: Dispatch) -> None:
         """Have an engine report what its prefix cache holds."""
         with contextlib.suppress(EngineDeadError):  # its successor is asked in turn
-            await self.members[replica].dispatch.call("report_cache")
+            await dispatch.call("report_cache")
 
     def on_cache(self, replica: int, update: CacheUpdate) -> None:
         if self._router is not None:
@@ -421,13 +422,14 @@ def check_cores(config: EngineConfig) -> None:
 def replica_config(config: EngineConfig, index: int) -> EngineConfig:
     """The configuration of one replica's engine, with the devices or cores that it uses."""
     parallel = config.parallel
-    if parallel.data_parallel_size == 1 and not parallel.replica_devices:
+    num_replicas = max(parallel.data_parallel_size, index + 1)  # more may be added
+    if num_replicas == 1 and not parallel.replica_devices:
         return config
     device = dataclasses.replace(
         config.device,
         device_ids=parallel.devices_of(index),
         first_gpu=index * parallel.tensor_parallel_size,
-        num_replicas=parallel.data_parallel_size,
+        num_replicas=num_replicas,
     )
     # KV events carry the rank, and their ports are offset by it.
     rank = parallel.data_parallel_rank + index

@@ -227,6 +227,8 @@ def test_each_replica_has_devices_of_its_own() -> None:
     assert replica_config(named, 1).device.device_ids == (4, 5)
     alone = EngineConfig()
     assert replica_config(alone, 0) is alone
+    added = replica_config(alone, 1).device
+    assert (added.first_gpu, added.num_replicas) == (1, 2)
 
 
 @pytest.mark.parametrize(

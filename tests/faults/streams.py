@@ -114,7 +114,8 @@ class Streams:
             return answers
 
     def _client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None)
+        # Each has a connection of its own. The server may close an idle one just as it is used.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         return httpx.AsyncClient(
             base_url=self._server.base_url, limits=limits, timeout=self._timeout_s
         )
