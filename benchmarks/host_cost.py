@@ -33,7 +33,8 @@ BLOCK_SIZE = 16
 NUM_IN_FLIGHT = 2  # as on a GPU
 RUNNING = (10, 100, 1000, 4000)
 LONG_PROMPT = 128 * 1024
-STREAMS = (1, 64)
+STREAMS = (1, 64, 512)
+PROMPT_CHARACTERS = 2000  # of requests for one token: some 430 tokens
 NUM_STRETCHES = 15  # of streams: the cheapest counts, since what else the machine does only adds
 
 
@@ -317,13 +318,16 @@ def measure_api() -> dict[str, float]:
             for line in process.stdout:
                 if "page" in line:
                     break
-            return {
+            streams = {
                 f"{name} stream, {num_streams} at once: us of the API process a token": (
                     measure_streams(engine, process.pid, uds, name, num_streams)
                 )
                 for name in ("chat", "completions")
                 for num_streams in STREAMS
             }
+            request = measure_requests(engine, process.pid, uds, text[:PROMPT_CHARACTERS])
+            name = "chat request for one token, 64 at once: us of the API process a request"
+            return {**streams, name: request}
         finally:
             process.kill()
             process.wait()
@@ -356,6 +360,21 @@ def measure_streams(engine: FakeEngine, pid: int, uds: str, name: str, num_strea
     engine.step(is_last=True)
     for client in clients:
         client.close()
+    return 1e6 * min(costs)
+
+
+def measure_requests(engine: FakeEngine, pid: int, uds: str, prompt: str) -> float:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": prompt}]}
+    costs = []
+    for _ in range(NUM_STRETCHES):
+        begin = cpu_time(pid)
+        clients = [Client(uds, "/v1/chat/completions", body) for _ in range(64)]
+        engine.wait_for(64)
+        engine.step(is_last=True)
+        for client in clients:
+            client.read_event()
+            client.close()
+        costs.append((cpu_time(pid) - begin) / 64)
     return 1e6 * min(costs)
 
 

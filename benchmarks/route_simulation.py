@@ -46,7 +46,7 @@ from penstock.protocol.step import RequestResult, StepPlan, StepResult
 from penstock.scheduler.scheduler import Scheduler
 
 POLICIES = ("round-robin", "least-loaded", "prefix")
-REPLICAS = (2, 4, 8, 16, 32, 64, 128, 256)
+REPLICAS = (2, 4, 16, 64, 256)
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8192  # of a replica: 131,072 tokens
 LIMITS = StepLimits(max_model_len=2**17, max_num_seqs=256, max_num_batched_tokens=2048)
@@ -377,14 +377,17 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=list(REPLICAS))
     parser.add_argument("--trace", choices=TRACES, nargs="+", default=list(TRACES))
     parser.add_argument("--policy", choices=POLICIES, nargs="+", default=list(POLICIES))
-    parser.add_argument("--requests", type=int, default=100, help="requests per replica")
+    parser.add_argument(
+        "--requests", type=int, help="requests per replica; default: fewer for more replicas"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--plot", type=Path, help="write a plot to this file")
     args = parser.parse_args()
     outcomes: dict[str, list[Outcome]] = {}
     print(HEADER)
     for trace, num_replicas, policy in itertools.product(args.trace, args.replicas, args.policy):
-        outcome = simulate(policy, trace, num_replicas, args.requests)
+        num_requests = args.requests or min(max(3200 // num_replicas, 25), 100)
+        outcome = simulate(policy, trace, num_replicas, num_requests)
         outcomes.setdefault(trace, []).append(outcome)
         print(line(trace, outcome), flush=True)
     if args.json is not None:
