@@ -91,6 +91,7 @@ class KVEvents:
         else:
             self._pub.connect(endpoint)
         self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.set_hwm(settings.buffer_steps + 1)  # one whole answer; more is dropped
         if settings.replay_endpoint is not None:
             address = settings.at_rank(settings.replay_endpoint, self._rank)
             _bind(self._replay, "replay_endpoint", address)

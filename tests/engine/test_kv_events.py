@@ -163,6 +163,20 @@ def test_only_the_last_batches_are_kept(tmp_path):
         events.close()
 
 
+def test_a_long_replay_is_complete(tmp_path):
+    """ZeroMQ's own limit is 1,000 messages. What is above is dropped without a word."""
+    settings = KVEventsSettings.parse(config_for(tmp_path))
+    with sockets() as context:
+        client = context.socket(zmq.DEALER)
+        client.connect(f"ipc://{tmp_path}/replay")
+        events = KVEvents(settings, 0, 4, "CPU")
+        for _ in range(6000):
+            events.on_removed(bytes(500))
+            events.flush()
+        assert list(replay(client)) == list(range(6001))
+        events.close()
+
+
 def test_blocks_that_others_published_before_split_an_event(tmp_path):
     events = KVEvents(KVEventsSettings.parse(config_for(tmp_path)), 0, 4, "GPU")
     events.on_stored(FakeRequest("r", list(range(40))), [2, 3, 5], lambda number: bytes([number]))
