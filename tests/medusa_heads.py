@@ -1,4 +1,4 @@
-"""Random Medusa heads."""
+"""Random Medusa heads, and what a plain computation of them drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from drafters import Recording
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from penstock.runner.drafters.medusa import MedusaDrafter
 
 NUM_HEADS, NUM_LAYERS = 3, 2
 FORMATS = ("authors", "vllm", "vllm with few tokens", "the target's head")
@@ -47,3 +51,42 @@ def make_heads(folder: Path, target: Path, form: str = "authors", **changes: Any
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     save_file(tensors, folder / "medusa_lm_head.safetensors")
     return folder
+
+
+class Plain:
+    """The heads on the last hidden state of transformers' target."""
+
+    def __init__(self, target: Path, heads: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.tensors = load_file(heads / "medusa_lm_head.safetensors")
+
+    def find(self, head: int, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for name in (f"{head}.{layer}.linear", f"blocks.{head}.layers.{layer}"):
+            if f"{name}.weight" in self.tensors:
+                return self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+        raise KeyError(head, layer)
+
+    @torch.inference_mode()
+    def drafts(self, token_ids: list[int], count: int) -> list[int]:
+        """What the heads propose after these tokens, of which the last is not computed yet."""
+        if len(token_ids) < 2:
+            return []
+        inner = self.target.model(torch.tensor([token_ids[:-1]]))
+        state, drafts = inner.last_hidden_state[0, -1], []
+        for head in range(count):
+            x = state
+            for layer in range(NUM_LAYERS):
+                x = x + functional.silu(functional.linear(x, *self.find(head, layer)))
+            names = (f"{head}.{NUM_LAYERS}.weight", f"lm_heads.{head}.weight")
+            own = [self.tensors[name] for name in names if name in self.tensors]
+            matrix = own[0] if own else self.target.lm_head.weight
+            best = int((matrix @ x).argmax())
+            token_map = self.tensors.get("token_map")
+            drafts.append(best if token_map is None else int(token_map[best]))
+        return drafts
+
+
+class Watched(Recording, MedusaDrafter):
+    pass

@@ -6,58 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from drafters import Recording
-from medusa_heads import FORMATS, NUM_HEADS, NUM_LAYERS, make_heads
+from medusa_heads import FORMATS, NUM_HEADS, Plain, Watched, make_heads
 from safetensors.torch import load_file, save_file
 from sampling_kinds import KINDS
 from tiny_engine import open_llm, random_prompts, tokens_and_logprobs
-from torch.nn import functional
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.runner.drafters.medusa import MedusaDrafter
 
 PROMPTS = random_prompts("medusa", 1, 9, 40, 90)
-
-
-class Watched(Recording, MedusaDrafter):
-    pass
-
-
-class Plain:
-    """The heads on the last hidden state of transformers' target."""
-
-    def __init__(self, target: Path, heads: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        self.tensors = load_file(heads / "medusa_lm_head.safetensors")
-
-    def find(self, head: int, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        for name in (f"{head}.{layer}.linear", f"blocks.{head}.layers.{layer}"):
-            if f"{name}.weight" in self.tensors:
-                return self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
-        raise KeyError(head, layer)
-
-    @torch.inference_mode()
-    def drafts(self, token_ids: list[int]) -> list[int]:
-        """What the heads propose after these tokens, of which the last is not computed yet."""
-        if len(token_ids) < 2:
-            return []
-        inner = self.target.model(torch.tensor([token_ids[:-1]]))
-        state, drafts = inner.last_hidden_state[0, -1], []
-        for head in range(NUM_HEADS):
-            x = state
-            for layer in range(NUM_LAYERS):
-                x = x + functional.silu(functional.linear(x, *self.find(head, layer)))
-            names = (f"{head}.{NUM_LAYERS}.weight", f"lm_heads.{head}.weight")
-            own = [self.tensors[name] for name in names if name in self.tensors]
-            matrix = own[0] if own else self.target.lm_head.weight
-            best = int((matrix @ x).argmax())
-            token_map = self.tensors.get("token_map")
-            drafts.append(best if token_map is None else int(token_map[best]))
-        return drafts
 
 
 def run(llm: LLM) -> list[Any]:
@@ -78,7 +35,7 @@ def test_drafts_are_those_of_a_plain_computation(
             llm.generate(PROMPTS, greedy, use_tqdm=False)
     assert len(drafter.proposals) > 60
     for known, drafts in drafter.proposals:
-        assert drafts == plain.drafts(known), known
+        assert drafts == plain.drafts(known, NUM_HEADS), known
 
 
 @pytest.mark.parametrize(

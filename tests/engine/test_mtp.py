@@ -30,9 +30,18 @@ def run(llm: LLM, **options: Any) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("variant", TARGETS)
-def test_drafts_are_those_of_a_plain_computation(variant: str, tmp_path: Path) -> None:
-    target = make_target(tmp_path, variant)
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"), [*((each, {}) for each in TARGETS), ("qwen3_next", HYBRID)]
+)
+def test_drafts_are_those_of_a_plain_computation(
+    variant: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    target = make_target(tmp_path, variant, **settings)
     drawn = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.1}
     with open_llm(target) as llm:
         expected = [run(llm), run(llm, **drawn)]
@@ -43,8 +52,8 @@ def test_drafts_are_those_of_a_plain_computation(variant: str, tmp_path: Path) -
     assert len(drafter.proposals) > 20
     right = [plain.drafts(known, 3) == drafts for known, drafts in drafter.proposals]
     assert sum(right) > 0.9 * len(right), "near ties may fall the other way"
-    settings = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
-    with open_llm(target, speculative_config=settings) as llm:
+    config = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    with open_llm(target, speculative_config=config) as llm:
         for _ in range(2):  # the second time from the prefix cache
             assert [run(llm), run(llm, **drawn)] == expected
         assert llm.engine.speculation_stats().num_draft_tokens > 50

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import medusa_heads
 import pytest
 import tiny_encoders
 import torch
@@ -190,20 +191,24 @@ def test_drafts_verified_in_padded_steps_give_the_plain_paths_tokens(
     verified(tmp_path, monkeypatch, "qwen3", kinds)
 
 
-def test_an_eagle_head_drafts_on_the_way_of_a_gpu_as_plainly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_heads_draft_on_the_way_of_a_gpu_as_plainly(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", **{**SHAPE, "num_hidden_layers": 2})
-    head, tensors = make_head(tmp_path / "head", target, num_tokens=40)
     monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
-    drafter = Watched(head)
+    if kind == "eagle3":
+        head, tensors = make_head(tmp_path / "head", target, num_tokens=40)
+        plain, drafter = Plain(target, tensors), Watched(head)
+    else:
+        head = medusa_heads.make_heads(tmp_path / "heads", target)
+        plain, drafter = medusa_heads.Plain(target, head), medusa_heads.Watched(str(head), 3)
     with LLM(str(target), drafter=drafter, **OPTIONS, block_size=4, dtype="float32") as llm:
         take_device_path(llm, drafter)
         runner = runner_of(llm)
         assert isinstance(runner.head, GenerationHead)
         drafter.start(runner.tables, runner.memory, runner.head.sampler)
         generate(llm, [sampling(6, temperature=0.0)] * 2)
-    plain = Plain(target, tensors)
     assert len(drafter.proposals) > 8
     for known, drafts in drafter.proposals:
         assert drafts == plain.drafts(known, 3), known
