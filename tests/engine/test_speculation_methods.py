@@ -51,6 +51,7 @@ METHODS: dict[str, Method] = {
     "eagle3": Method("llama", _eagle3),
     "medusa": Method("llama", _medusa),
     "mtp": Method("glm4_moe"),
+    "mtp of a hybrid model": Method("qwen3_next"),
 }
 
 
@@ -62,7 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def targets(folder: Path) -> dict[str, Path]:
     made = {"llama": make_checkpoint(folder / "llama", "llama", vocab_size=VOCAB_SIZE)}
-    made["glm4_moe"] = make_target(folder / "glm4_moe", "glm4_moe", vocab_size=VOCAB_SIZE)
+    for variant in ("glm4_moe", "qwen3_next"):
+        made[variant] = make_target(folder / variant, variant, vocab_size=VOCAB_SIZE)
     for path in made.values():
         make_byte_tokenizer().save(str(path / "tokenizer.json"))
         (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
@@ -124,7 +126,8 @@ def test_what_comes_is_what_comes_without(
 ) -> None:
     own = METHODS[method]
     target = targets[own.target]
-    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    name = method.partition(" ")[0]
+    config = {"method": name, "num_speculative_tokens": 3, "adaptive": False}
     config |= own.make(target, tmp_path / "head")
     options = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "speculative_config": config}
     with open_llm(str(target), **options) as llm:
