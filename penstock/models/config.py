@@ -137,6 +137,17 @@ class DecoderConfig(TransformerConfig):
             )
 
 
+def read_head(raw: Mapping[str, Any], ranks: int, kind: str) -> DecoderConfig:
+    """The settings of a draft head, which has one layer."""
+    config = DecoderConfig.from_raw(raw)
+    if config.num_layers != 1:
+        raise ModelError(
+            f"config.json: num_hidden_layers of an {kind} head must be 1, got {config.num_layers}"
+        )
+    config.check_shards(ranks)
+    return config
+
+
 def layer_kind(config: TransformerConfig, index: int, *kinds: str) -> str | None:
     """The entry of `layer_types` for layer `index`, one of `kinds`; None without the list."""
     given = config.raw.get("layer_types")

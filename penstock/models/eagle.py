@@ -19,8 +19,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
 from penstock.models.base import Hidden, Model, WeightTable
-from penstock.models.config import DecoderConfig
-from penstock.protocol.errors import ModelError
+from penstock.models.config import DecoderConfig, read_head
 
 
 class EagleLayer(nn.Module):
@@ -67,13 +66,7 @@ class Eagle(Model):
     ) -> None:
         """`names`: of the checkpoint's tensors. They say which biases and norms there are."""
         super().__init__()
-        config = DecoderConfig.from_raw(raw)
-        if config.num_layers != 1:
-            raise ModelError(
-                f"config.json: num_hidden_layers of an EAGLE head must be 1, got "
-                f"{config.num_layers}"
-            )
-        config.check_shards(build.tp.size)
+        config = read_head(raw, build.tp.size, "EAGLE")
         size = config.hidden_size
         self.vocab_size, self.hidden_size, self.dtype = config.vocab_size, size, build.dtype
         self.fc = Linear(build, 2 * size, [Part("", size, 1)], bias=_has(names, "fc.bias"))

@@ -21,7 +21,7 @@ from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
 from penstock.loading.speculators import TYPE, method_of
 from penstock.models.base import Hidden, Model, WeightTable
-from penstock.models.config import DecoderConfig, read_int
+from penstock.models.config import DecoderConfig, read_head, read_int
 from penstock.models.draft_vocabulary import DraftVocabulary
 from penstock.protocol.errors import ModelError
 
@@ -59,13 +59,7 @@ class Eagle3(Model):
 
     def __init__(self, build: Build, raw: Mapping[str, Any]) -> None:
         super().__init__()
-        config = DecoderConfig.from_raw(raw)
-        if config.num_layers != 1:
-            raise ModelError(
-                f"config.json: num_hidden_layers of an EAGLE-3 head must be 1, got "
-                f"{config.num_layers}"
-            )
-        config.check_shards(build.tp.size)
+        config = read_head(raw, build.tp.size, "EAGLE-3")
         self.config = config
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.target_size = read_int(raw, "target_hidden_size", config.hidden_size)

@@ -65,8 +65,8 @@ class Scheduler:
             )
         self.limits = limits
         self.num_scheduled_tokens = 0  # since the start
-        self._kv = kv_manager
-        self._kv.num_spare = limits.num_lookahead
+        self.kv = kv_manager  # KV blocks and prefix cache
+        self.kv.num_spare = limits.num_lookahead
         self._grammars = grammars
         self._policy = POLICIES[policy]()
         self.adapters = Adapters(max_loras, max_cpu_loras, limits.max_num_seqs, self._policy)
@@ -115,16 +115,11 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Running requests keep their blocks."""
-        self._kv.reset_prefix_cache()
+        self.kv.reset_prefix_cache()
 
     def has_unfinished(self) -> bool:
         """Whether there are requests, or jobs for workers."""
         return bool(self._requests) or self.adapters.has_work
-
-    @property
-    def kv(self) -> KVCacheManager:
-        """The KV blocks and the prefix cache."""
-        return self._kv
 
     def stats(self) -> SchedulerStats:
         num_held = sum(state.status is RequestStatus.WAITING for state in self._retries)
@@ -134,9 +129,9 @@ class Scheduler:
             num_waiting=len(self._waiting) + num_held,
             num_steps_in_flight=len(self._in_flight),
             num_preemptions=self._num_preemptions,
-            kv_cache_usage=self._kv.usage,
-            num_prefix_queries=self._kv.num_prefix_queries,
-            num_prefix_hits=self._kv.num_prefix_hits,
+            kv_cache_usage=self.kv.usage,
+            num_prefix_queries=self.kv.num_prefix_queries,
+            num_prefix_hits=self.kv.num_prefix_hits,
         )
 
     # -- a step is planned
@@ -208,9 +203,9 @@ class Scheduler:
             num_tokens, num_drafts = share(self.limits, state, step.budget, most)
             if num_tokens == 0:
                 continue
-            if not enough_blocks and self._kv.num_missing(state, num_tokens) > 0:
+            if not enough_blocks and self.kv.num_missing(state, num_tokens) > 0:
                 continue  # free blocks are reserved for an earlier request that waits for more
-            block_ids = self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
+            block_ids = self.kv.allocate(state, num_tokens - num_drafts, num_drafts)
             if block_ids is None:
                 enough_blocks = False
                 block_ids = self._make_room(state, num_tokens, num_drafts)
@@ -237,31 +232,31 @@ class Scheduler:
             if not is_trial and not self.adapters.can_admit(state):
                 self.adapters.park(waiting.pop())
                 continue
-            if self._refused is state and self._kv.pool.num_free <= self._num_free_when_refused:
+            if self._refused is state and self.kv.pool.num_free <= self._num_free_when_refused:
                 break  # it did not fit, and no block was freed since: skip the prefix lookup
-            prefix = self._kv.match(state)
+            prefix = self.kv.match(state)
             num_known = len(state.token_ids)
             num_tokens = chunk(self.limits, num_known - prefix.num_tokens, step.budget)
             if num_tokens == 0:
                 break
-            if not self._kv.fits(prefix, num_known):
-                self._refused, self._num_free_when_refused = state, self._kv.pool.num_free
+            if not self.kv.fits(prefix, num_known):
+                self._refused, self._num_free_when_refused = state, self.kv.pool.num_free
                 break
             self._refused = None
             waiting.pop()
             self._policy.insert_running(self._running, state)
-            self._kv.adopt(state, prefix)
+            self.kv.adopt(state, prefix)
             state.enter(prefix.num_tokens)
-            new_block_ids = self._kv.allocate(state, num_tokens)
+            new_block_ids = self.kv.allocate(state, num_tokens)
             assert new_block_ids is not None, "there was room for all of the request"
             slot = self.adapters.admit(state)
-            step.add_new(state, num_tokens, self._kv.block_ids(state), slot)
+            step.add_new(state, num_tokens, self.kv.block_ids(state), slot)
             self._make_ready(state)
 
     def _make_ready(self, state: RequestState) -> None:
         """Put a decoding request on the fast path if it qualifies."""
         if state.has_sampled and state.gives_only_tokens:
-            state.make_ready(self._kv.num_slots(state))
+            state.make_ready(self.kv.num_slots(state))
 
     def _make_room(
         self, state: RequestState, num_tokens: int, num_drafts: int
@@ -273,10 +268,10 @@ class Scheduler:
         them drops its blocks outside the attention window, and the cache can hold one request.
         """
         while True:
-            num_missing = self._kv.num_missing(state, num_tokens)
-            if num_missing <= self._kv.pool.num_free:
-                return self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
-            if num_missing <= self._kv.pool.num_free + self._kv.pool.num_draining:
+            num_missing = self.kv.num_missing(state, num_tokens)
+            if num_missing <= self.kv.pool.num_free:
+                return self.kv.allocate(state, num_tokens - num_drafts, num_drafts)
+            if num_missing <= self.kv.pool.num_free + self.kv.pool.num_draining:
                 return None
             if len(self._running) == 1 and self._in_flight:
                 return None
@@ -292,7 +287,7 @@ class Scheduler:
 
     def _take_back(self, state: RequestState) -> None:
         """Take a request's blocks and its place in the runner. The caller queues it again."""
-        self._kv.free(state)
+        self.kv.free(state)
         self.adapters.release(state)
         state.preempt()
         self._released_ids.append(state.request_id)
@@ -330,7 +325,7 @@ class Scheduler:
         self._released_ids.clear()
         self.adapters.reset([job for step in self._in_flight for job in step.jobs])
         while self._in_flight:
-            self._kv.collect(self._in_flight.popleft().step_id)
+            self.kv.collect(self._in_flight.popleft().step_id)
         return deltas
 
     def _try_alone(self, step: PlannedStep) -> None:
@@ -359,7 +354,7 @@ class Scheduler:
         """Apply the result of the oldest step in flight. Returns the deltas for clients."""
         step = self._in_flight.popleft()
         assert step.step_id == result.step_id, "results come in the order of the plans"
-        self._kv.collect(step.step_id)
+        self.kv.collect(step.step_id)
         deltas = self.take_deltas()
         for state, planned, item in step.match(result.results):
             if planned is state.decode_row and state.take_token(item):
@@ -389,7 +384,7 @@ class Scheduler:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids
         num_known = min(state.num_confirmed_tokens, len(state.token_ids))
-        state.rest_until(self._kv.publish(state, num_known))
+        state.rest_until(self.kv.publish(state, num_known))
         if result.prompt_logprobs is not None:
             prompt_logprobs = result.prompt_logprobs
             state.num_prompt_logprobs = prompt_logprobs.start + len(prompt_logprobs.positions) - 1
@@ -448,4 +443,4 @@ class Scheduler:
             self._waiting.remove(state)
             self.adapters.forget(state)
         state.finish(reason, stop_reason)
-        self._kv.free(state)
+        self.kv.free(state)

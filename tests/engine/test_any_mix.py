@@ -288,10 +288,10 @@ def assert_close(ours: Any, expected: Any) -> None:
 
 def assert_nothing_is_kept(llm: LLM) -> None:
     core, scheduler = llm.engine, llm.engine.scheduler
-    pool = scheduler._kv.pool
+    pool = scheduler.kv.pool
     assert not core.has_work()
     assert (pool.num_free, pool.num_draining) == (pool.num_usable, 0)
-    assert not scheduler._kv._holdings
+    assert not scheduler.kv._holdings
     assert not llm._collector
     if isinstance(core.executor, InProcessExecutor):
         assert set(core.executor.runner.tables.request_ids) <= set(scheduler._released_ids)

@@ -16,6 +16,14 @@ from server_process import SMALL, ServerProcess
 from waiting import eventually
 
 GREEDY: Body = {"prompt": "Once", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
+SAMPLED: list[Body] = [
+    GREEDY,
+    SEEDED,
+    {**SEEDED, "n": 3},
+    {**SEEDED, "logprobs": 3, "prompt": "and then there were"},
+    {**SEEDED, "prompt_logprobs": 2, "prompt": "x" * 90},
+]
 HELD: Body = {**GREEDY, "seed": seed_of(Fault.WAIT, 40)}
 
 

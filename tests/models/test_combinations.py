@@ -86,7 +86,7 @@ def test_blocks_behind_a_window_or_a_chunk_are_given_back_and_not_read(
     with open_llm(checkpoint, cpu_backend=backend, **options) as llm:
         runner = executor_of(llm).worker.runner
         assert runner is not None
-        manager = llm.engine.scheduler._kv
+        manager = llm.engine.scheduler.kv
         num_held: list[int] = []
         launch = runner.launch
 

@@ -99,7 +99,7 @@ def test_states_that_nobody_holds_are_not_read(
     with open_llm(checkpoint, **options) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, InProcessExecutor)
-        runner, pool = executor.worker.runner, llm.engine.scheduler._kv.pool
+        runner, pool = executor.worker.runner, llm.engine.scheduler.kv.pool
         assert runner is not None
         launch, memory = runner.launch, runner.memory
 

@@ -51,7 +51,7 @@ def test_a_decoding_request_has_the_same_row_in_every_step_without_new_blocks():
 @pytest.mark.parametrize("num_in_flight", [1, 2, 3])
 def test_blocks_are_seen_to_once_a_block_not_once_a_token(monkeypatch, num_in_flight):
     scheduler = scheduler_of()
-    calls = Calls(monkeypatch, scheduler._kv, "allocate", "publish")
+    calls = Calls(monkeypatch, scheduler.kv, "allocate", "publish")
     scheduler.add(long_request("a", prompt=[2] * BLOCK_SIZE, max_tokens=4 * BLOCK_SIZE))
     in_flight = []
     while scheduler.has_unfinished():
@@ -153,7 +153,7 @@ def test_requests_without_drafts_are_not_planned_again_beside_one_that_has_some(
     scheduler = scheduler_of(num_drafts=2)
     for name in ("a", "b"):
         scheduler.add(long_request(name, prompt=[2] * BLOCK_SIZE, max_tokens=40))
-    calls = Calls(monkeypatch, scheduler._kv, "allocate")
+    calls = Calls(monkeypatch, scheduler.kv, "allocate")
     rows = []
     for _ in range(1 + 2 * BLOCK_SIZE):
         plan = scheduler.schedule()

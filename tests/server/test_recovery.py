@@ -18,18 +18,13 @@ import pytest
 from faults.bodies import default_model_bodies
 from faults.saboteur import Fault, seed_of
 from faults.streams import Answer, Body, Streams
-from faults.subject import GREEDY, HELD, Subject, start_subject
+from faults.subject import GREEDY, HELD, SAMPLED, SEEDED, Subject, start_subject
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from server_process import SMALL, ServerProcess, is_running
 from waiting import eventually
 
-SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
 KINDS: list[Body] = [
-    GREEDY,
-    SEEDED,
-    {**SEEDED, "n": 3},
-    {**SEEDED, "logprobs": 3, "prompt": "and then there were"},
-    {**SEEDED, "prompt_logprobs": 2, "prompt": "x" * 90},
+    *SAMPLED,
     {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4},
     {**SEEDED, "min_tokens": 120, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 2))},
     {**SEEDED, "bad_words": ["e", "ab"], "logit_bias": {"40": 3, "41": -9}},

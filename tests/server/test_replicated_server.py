@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from faults.saboteur import Fault, seed_of
 from faults.streams import Answer, Body, Streams
-from faults.subject import GREEDY, Subject, start_subject
+from faults.subject import GREEDY, SAMPLED, SEEDED, Subject, start_subject
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, environment
@@ -24,13 +24,8 @@ from waiting import eventually
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
 KINDS: list[Body] = [
-    GREEDY,
-    SEEDED,
-    {**SEEDED, "n": 3},
-    {**SEEDED, "logprobs": 3, "prompt": "and then there were"},
-    {**SEEDED, "prompt_logprobs": 2, "prompt": "x" * 90},
+    *SAMPLED,
     {**GREEDY, "repetition_penalty": 1.3, "presence_penalty": 0.4},
     {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 120, "seed": 3, "n": 2,
      "logprobs": True, "top_logprobs": 2, "temperature": 0.9, "ignore_eos": True},
