@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from faults.saboteur import Fault, seed_of
@@ -20,9 +20,6 @@ from faults.tiny_checkpoint import make_tiny_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, environment
 from waiting import eventually
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 KINDS: list[Body] = [
     *SAMPLED,
@@ -148,14 +145,6 @@ def test_the_load_is_shown_by_replica_and_in_sum(subject: Subject, server: Serve
     Streams(server).run([body] * 6, look)
     assert server.get("/health", params={"replica": 2}).status_code == 200
     eventually(server.is_idle)
-
-
-def test_the_page_shows_each_replica(server: ServerProcess, open_page: Callable[..., Page]) -> None:
-    from playwright.sync_api import expect
-
-    items = open_page(server).locator("#replicas li")
-    expect(items).to_have_count(3)
-    expect(items.nth(2)).to_contain_text("Replica 2: serving, 0 requests, KV cache")
 
 
 def test_the_death_of_a_replica_changes_nothing(server: ServerProcess, calm: list[Answer]) -> None:
