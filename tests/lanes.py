@@ -37,6 +37,8 @@ LONG_FILES = (  # the longest first
     "server/test_page_pooling.py",
     "server/test_large_prompts.py",
     "server/test_adapter_service.py",
+    "server/test_replica_routes.py",
+    "server/test_replicated_server.py",
     "server/test_pooling_routes.py",
     "server/test_abandoned_grammars.py",
     "server/test_page.py",
