@@ -282,6 +282,11 @@ def _check_capacity(layout: KVCacheLayout, max_model_len: int, registry: RulesRe
         remedy = f"set max_model_len to at most {low}, or {remedy}"
     if blocks_for_request(layout.groups, max_model_len, registry, 1) < num_blocks:
         remedy = f"lower max_num_batched_tokens, or {remedy}"
+    if layout.draft_input_bytes:
+        remedy += (
+            f". The inputs of drafts take {_gib(layout.draft_input_bytes)}, less with a smaller "
+            "max_num_seqs or num_speculative_tokens"
+        )
     raise ConfigError(
         f"the KV cache needs {_gib(needed * block_bytes)} ({needed} blocks) for one request of "
         f"max_model_len={max_model_len} tokens, but has {_gib(num_blocks * block_bytes)} "

@@ -339,3 +339,17 @@ def test_any_draft_layers_fit_beside_any_target(kinds, drafts, size):
     for number, (name, view) in enumerate(views.items(), 1):
         assert (view == number).all(), name
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=type(layout)) == layout
+
+
+def test_inputs_of_drafts_are_taken_from_the_memory_and_named_if_it_is_too_small() -> None:
+    state = RecurrentSpec(
+        shapes=((16,),), dtypes=("float32",), inputs=((8, "bfloat16"), (2, "float32"))
+    )
+    specs = {f"layer{index}": state for index in range(3)}
+    layout = make_layout(specs, 4, 64, memory_bytes=64_000)
+    drafting = make_layout(specs, 4, 64, memory_bytes=64_000, num_draft_rows=100)
+    assert drafting.draft_input_bytes == 100 * 3 * (8 * 2 + 2 * 4)
+    assert drafting.num_blocks == (64_000 - drafting.draft_input_bytes) // layout.block_bytes
+    assert drafting.total_bytes <= 64_000 < drafting.total_bytes + layout.block_bytes
+    with pytest.raises(ConfigError, match=r"inputs of drafts take .* num_speculative_tokens"):
+        make_layout(specs, 4, 64, memory_bytes=64_000, num_draft_rows=1000)
