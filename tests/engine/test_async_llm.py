@@ -286,3 +286,12 @@ def test_an_id_is_free_again_once_its_generator_is_closed(
             assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
 
     loop.run_until_complete(run())
+
+
+def test_replicas_give_the_tokens_of_one_engine(model: str) -> None:
+    async def run(**options: Any) -> list[list[int]]:
+        async with AsyncLLM(model, **OPTIONS, **options) as llm:
+            outputs = await asyncio.gather(*(last(llm, prompt) for prompt in PROMPTS * 2))
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+    assert asyncio.run(run(data_parallel_size=2)) == asyncio.run(run())
