@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,8 +70,72 @@ def run(args: argparse.Namespace) -> int:
 
     setup_logging(config.observability.log_level)
     with closing(BatchOutput(args.output_file)) as output:
-        work = run_batch(config, server_config, args.input_file, output, args.max_concurrency)
-        return run_in_event_loop(work)
+        batch = BatchRun(config, server_config, args.input_file, output, args.max_concurrency)
+        return run_in_event_loop(batch.run())
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    config: EngineConfig
+    server_config: ServerConfig
+    input_path: Path
+    output: BatchOutput
+    max_concurrency: int | None
+
+    async def run(self) -> int:
+        """Run the batch on its own engine. Returns the exit code.
+
+        The first SIGINT, SIGTERM or SIGHUP ends it. Another run continues with the remaining lines.
+        """
+        from penstock.engine.async_client import AsyncEngineClient
+        from penstock.server.run import StopSignals
+
+        stop = StopSignals()
+        client = AsyncEngineClient()
+        client.spawn(self.config)
+        try:
+            exit_code = await stop.unless_stopped(self._run_on(client))
+            return stop.exit_code if exit_code is None else exit_code
+        finally:
+            await client.close()
+
+    async def _run_on(self, client: AsyncEngineClient) -> int:
+        """Run the batch and return the exit code."""
+        from tqdm import tqdm
+
+        from penstock.server.batch.files import read_lines
+        from penstock.server.run import start
+
+        service = await start(self.config, self.server_config, client)
+        from penstock.server.app import build_app
+        from penstock.server.batch.run import Batch
+
+        assert client.info is not None
+        num_lines = sum(1 for _ in read_lines(self.input_path))
+        progress = tqdm(total=num_lines, unit="line", disable=None)  # only in a terminal
+        batch = Batch(
+            build_app(service),
+            self.output,
+            self.max_concurrency or 2 * client.max_num_seqs,
+            on_line=progress.update,
+        )
+        started, is_done = time.perf_counter(), False
+        try:
+            await batch.run(read_lines(self.input_path))
+            is_done = True
+        finally:
+            progress.close()
+            service.close()
+            elapsed_s = time.perf_counter() - started
+            print(
+                describe(batch.summary, elapsed_s, self.output.path, is_done),
+                file=sys.stderr,
+                flush=True,
+            )
+        if num_lines == 0 or batch.summary.num_completed + self.output.num_completed > 0:
+            return 0
+        print(f"All {num_lines} lines failed.", file=sys.stderr, flush=True)
+        return ALL_FAILED_EXIT_CODE
 
 
 def check_files(input_path: Path, output_path: Path) -> None:
@@ -82,73 +146,6 @@ def check_files(input_path: Path, output_path: Path) -> None:
         raise ConfigError(f"cannot read {input_path}: {error.strerror}") from error
     if output_path.exists() and output_path.samefile(input_path):
         raise ConfigError(f"results would be added to the input, {input_path}: name another file")
-
-
-async def run_batch(
-    config: EngineConfig,
-    server_config: ServerConfig,
-    input_path: Path,
-    output: BatchOutput,
-    max_concurrency: int | None,
-) -> int:
-    """Run the batch on its own engine. Returns the exit code.
-
-    The first SIGINT, SIGTERM or SIGHUP ends it. Another run continues with the remaining lines.
-    """
-    from penstock.engine.async_client import AsyncEngineClient
-    from penstock.server.run import StopSignals
-
-    stop = StopSignals()
-    client = AsyncEngineClient()
-    client.spawn(config)
-    try:
-        work = _run_on(client, config, server_config, input_path, output, max_concurrency)
-        exit_code = await stop.unless_stopped(work)
-        return stop.exit_code if exit_code is None else exit_code
-    finally:
-        await client.close()
-
-
-async def _run_on(
-    client: AsyncEngineClient,
-    config: EngineConfig,
-    server_config: ServerConfig,
-    input_path: Path,
-    output: BatchOutput,
-    max_concurrency: int | None,
-) -> int:
-    """Run the batch and return the exit code."""
-    from tqdm import tqdm
-
-    from penstock.server.batch.files import read_lines
-    from penstock.server.run import start
-
-    service = await start(config, server_config, client)
-    from penstock.server.app import build_app
-    from penstock.server.batch.run import Batch
-
-    assert client.info is not None
-    num_lines = sum(1 for _ in read_lines(input_path))
-    progress = tqdm(total=num_lines, unit="line", disable=None)  # only in a terminal
-    batch = Batch(
-        build_app(service),
-        output,
-        max_concurrency or 2 * client.max_num_seqs,
-        on_line=progress.update,
-    )
-    started, is_done = time.perf_counter(), False
-    try:
-        await batch.run(read_lines(input_path))
-        is_done = True
-    finally:
-        progress.close()
-        service.close()
-        elapsed_s = time.perf_counter() - started
-        print(describe(batch.summary, elapsed_s, output.path, is_done), file=sys.stderr, flush=True)
-    if num_lines == 0 or batch.summary.num_completed + output.num_completed > 0:
-        return 0
-    print(f"All {num_lines} lines failed.", file=sys.stderr, flush=True)
-    return ALL_FAILED_EXIT_CODE
 
 
 def describe(summary: BatchSummary, elapsed_s: float, output_path: Path, is_done: bool) -> str:

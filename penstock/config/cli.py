@@ -211,12 +211,7 @@ def _value_of(text: str) -> Any:
 _UNSET = object()
 
 
-class _Collect(argparse.Action):
-    """Joins the values of a flag that may be repeated: lists in order, objects by key.
-
-    Of two values for a key, the later one counts.
-    """
-
+class _Action(argparse.Action):
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -224,6 +219,20 @@ class _Collect(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        self.take(namespace, values, option_string)
+
+    def take(self, namespace: argparse.Namespace, values: Any, flag: str | None) -> None:
+        """Note a flag and its values."""
+        raise NotImplementedError
+
+
+class _Collect(_Action):
+    """Joins the values of a flag that may be repeated: lists in order, objects by key.
+
+    Of two values for a key, the later one counts.
+    """
+
+    def take(self, namespace: argparse.Namespace, values: Any, flag: str | None) -> None:
         if isinstance(values, dict):
             setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
             return
@@ -231,21 +240,15 @@ class _Collect(argparse.Action):
         items = itertools.chain(getattr(namespace, self.dest, []), *several)
         setattr(namespace, self.dest, list(items))
         if len(several) > 1:
-            namespace.flag_of_several = option_string
+            namespace.flag_of_several = flag
 
 
-class _StoreForeign(argparse.Action):
+class _StoreForeign(_Action):
     """Notes an option of vLLM with its value."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        long = next(flag for flag in self.option_strings if flag.startswith("--"))
-        value = option_string == long if self.nargs == 0 else _value_of(values)
+    def take(self, namespace: argparse.Namespace, values: Any, flag: str | None) -> None:
+        long = next(name for name in self.option_strings if name.startswith("--"))
+        value = flag == long if self.nargs == 0 else _value_of(values)
         namespace.foreign = {**namespace.foreign, long: value}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.config.options import option, options_of, parse_keys, require
+from penstock.config.options import naming_option, option, options_of, parse_keys, require
 from penstock.protocol.errors import ConfigError
 
 
@@ -81,10 +81,8 @@ class KVEventsConfig:
     )
 
     def __post_init__(self) -> None:
-        try:
+        with naming_option("kv_events_config"):
             _ = self.settings
-        except ConfigError as error:
-            raise ConfigError(f"kv_events_config: {error}") from None
 
     @property
     def settings(self) -> KVEventsSettings | None:

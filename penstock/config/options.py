@@ -12,6 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -156,6 +157,15 @@ def parse_keys(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(declared)}"
             raise ConfigError(f"unknown key {key!r}; {hint}")
     return {key: coerce(declared[key], value) for key, value in given.items()}
+
+
+@contextmanager
+def naming_option(name: str) -> Iterator[None]:
+    """Errors in the settings within an option begin with its name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def refuse_unknown_option(name: str, known: Iterable[str]) -> NoReturn:

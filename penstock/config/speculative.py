@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from penstock.config.options import option, options_of, parse_keys, require
+from penstock.config.options import naming_option, option, options_of, parse_keys, require
 from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
@@ -208,10 +208,8 @@ class SpeculativeConfig:
     )
 
     def __post_init__(self) -> None:
-        try:
+        with naming_option("speculative_config"):
             _ = self.settings
-        except ConfigError as error:
-            raise ConfigError(f"speculative_config: {error}") from None
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise `ConfigError` unless a drafter works with so many ranks."""

@@ -45,16 +45,6 @@ class Mesh:
 
     tp: RankGroup = field(default_factory=RankGroup)  # each rank holds a shard of every layer
 
-    @property
-    def rank(self) -> int:
-        """This process's rank in the engine."""
-        return self.tp.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the engine."""
-        return self.tp.size
-
 
 def join_mesh(rank: int, size: int, store_path: str, backend: str) -> Mesh:
     """Join the other ranks. They rendezvous through the file at `store_path`."""
@@ -65,5 +55,5 @@ def join_mesh(rank: int, size: int, store_path: str, backend: str) -> Mesh:
 
 
 def leave_mesh(mesh: Mesh) -> None:
-    if mesh.size > 1 and dist.is_initialized():
+    if mesh.tp.size > 1 and dist.is_initialized():
         dist.destroy_process_group()

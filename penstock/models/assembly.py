@@ -99,7 +99,7 @@ def load_model(
             model.weights,
             tensors if merger is None else merger.merge(tensors),
             total=len(checkpoint.names()),
-            show_progress=mesh.rank == 0,
+            show_progress=mesh.tp.rank == 0,
             ignored=backend.quantization.ignored if backend.quantization else (),
         )
     backend.finish(model)

@@ -15,7 +15,7 @@ class Exaone4ForCausalLM(DecoderLM):
     defaults = {"rms_norm_eps": 1e-5}
 
     def layer(self, index: int) -> Olmo2Layer:
-        return Olmo2Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
+        return Olmo2Layer(self.attention(index), self.mlp(index), [self.norm(), self.norm()])
 
     def attention(self, index: int) -> RotaryAttention:
         window = self.config.sliding_window

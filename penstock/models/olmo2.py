@@ -52,14 +52,11 @@ def use_all_heads_norms(attention: RotaryAttention, build: Build, config: Decode
 class Olmo2Layer(nn.Module):
     """x + norm(attention(x)), then x + norm(mlp(x)). The next layer does the last addition."""
 
-    def __init__(
-        self, attention: RotaryAttention, mlp: nn.Module, attention_norm: Norm, mlp_norm: Norm
-    ) -> None:
+    def __init__(self, attention: RotaryAttention, mlp: nn.Module, norms: list[Norm]) -> None:
         super().__init__()
         self.self_attn = attention
-        self.post_attention_layernorm = attention_norm
         self.mlp = mlp
-        self.post_feedforward_layernorm = mlp_norm
+        self.post_attention_layernorm, self.post_feedforward_layernorm = norms
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> Stream:
         x = x if residual is None else x + residual
@@ -71,7 +68,7 @@ class Olmo2ForCausalLM(DecoderLM):
     defaults = {"rms_norm_eps": 1e-5}
 
     def layer(self, index: int) -> Olmo2Layer:
-        return Olmo2Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
+        return Olmo2Layer(self.attention(index), self.mlp(index), [self.norm(), self.norm()])
 
     def attention(self, index: int) -> RotaryAttention:
         attention = self.rotary_attention(index, self.attention_bias)

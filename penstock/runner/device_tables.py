@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.ops.triton import inputs, verification
 from penstock.ops.verification import SampleRows, Verified
-from penstock.protocol.kv import KVCacheGroup
 from penstock.protocol.step import NewRequest, ScheduledRequest
 from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import RequestTables
@@ -18,15 +18,8 @@ from penstock.runner.tables import RequestTables
 class DeviceTables(RequestTables):
     """`RequestTables` that never synchronize with the device and need few launches."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        groups: Sequence[KVCacheGroup],
-        device: torch.device,
-        num_drafts: int = 0,
-    ) -> None:
-        super().__init__(max_num_seqs, max_model_len, groups, device, num_drafts)
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
         self._entering: list[tuple[int, NewRequest]] = []
 
     def add(self, request: NewRequest) -> int:

@@ -49,7 +49,7 @@ class DraftSetup:
         config = self.config
         model = replace(config.model, model=name, revision=None, hf_overrides=None)
         load = replace(config.load, quantization=quantization, merge_lora=None)
-        parallel = replace(config.parallel, tensor_parallel_size=self.draft_mesh.size)
+        parallel = replace(config.parallel, tensor_parallel_size=self.draft_mesh.tp.size)
         return replace(config, model=model, load=load, parallel=parallel)
 
     def check_sizes(self, what: str, head: Model, target_size: int | None = None) -> None:

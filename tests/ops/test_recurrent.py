@@ -14,14 +14,21 @@ from penstock.ops.recurrent import MAX_CHUNK, chunk_size
 LAYERS: list[type[Layer]] = [Conv, Mamba, Delta]
 
 
+def draw_steps(
+    kind: type[Layer], data: st.DataObject, block_sizes: list[int], longest: int
+) -> tuple[Steps, list[int]]:
+    """Steps of up to four requests, and the requests' lengths."""
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    block_size = data.draw(st.sampled_from(block_sizes))
+    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
+    return Steps(kind(), lengths, block_size, reference), lengths
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_schedule_gives_the_recurrence(kind: type[Layer], data: st.DataObject) -> None:
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    block_size = data.draw(st.sampled_from([1, 2, 7, 16, 64]))
-    lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
-    steps = Steps(kind(), lengths, block_size, reference)
+    steps, lengths = draw_steps(kind, data, [1, 2, 7, 16, 64], longest=60)
     while steps.computed != lengths:
         left = [length - done for length, done in zip(lengths, steps.computed, strict=True)]
         counts = {}
@@ -42,10 +49,7 @@ def test_any_schedule_gives_the_recurrence(kind: type[Layer], data: st.DataObjec
 @settings(max_examples=25)
 @given(data=st.data())
 def test_rejected_drafts_leave_nothing_behind(kind: type[Layer], data: st.DataObject) -> None:
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    block_size = data.draw(st.sampled_from([1, 2, 3, 7, 16]))
-    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
-    steps = Steps(kind(), lengths, block_size, reference)
+    steps, lengths = draw_steps(kind, data, [1, 2, 3, 7, 16], longest=30)
     while steps.computed != lengths:
         counts, wrong = {}, {}
         for index, (length, done) in enumerate(zip(lengths, steps.computed, strict=True)):

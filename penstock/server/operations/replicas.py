@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -18,7 +17,6 @@ from penstock.server.service import Service
 
 router = APIRouter(tags=["Operations"], route_class=JsonRoute)
 REPLIES = describe_errors(400, 401, 408, 413, 503)
-T = TypeVar("T")
 
 
 class ReplicaList(BaseModel):
@@ -51,53 +49,43 @@ async def list_replicas(request: Request) -> ReplicaList:
 @router.post("/replicas", responses=REPLIES)
 async def add_replica(request: Request) -> ReplicaList:
     """Start one more replica. The reply comes when it takes requests."""
-    service = _service(request)
-    await _done(service.client.operations.add())
-    return _list(service)
+    return await _after(request, lambda service: service.client.operations.add())
 
 
 @router.post("/replicas/{replica}/drain", responses=REPLIES)
 async def drain_replica(replica: int, body: DrainRequest, request: Request) -> ReplicaList:
     """Give a replica no new requests, and wait until it has none. A restart brings it back."""
-    service = _service(request)
-    await _done(service.client.operations.drain(replica, body.timeout_s))
-    return _list(service)
+    return await _after(
+        request, lambda service: service.client.operations.drain(replica, body.timeout_s)
+    )
 
 
 @router.post("/replicas/{replica}/restart", responses=REPLIES)
 async def restart_replica(replica: int, body: DrainRequest, request: Request) -> ReplicaList:
     """Drain a replica and give it another engine. Also brings back one that failed."""
-    service = _service(request)
-    await _done(service.client.operations.restart(replica, body.timeout_s))
-    return _list(service)
+    return await _after(
+        request, lambda service: service.client.operations.restart(replica, body.timeout_s)
+    )
 
 
 @router.post("/replicas/{replica}/remove", responses=REPLIES)
 async def remove_replica(replica: int, body: DrainRequest, request: Request) -> ReplicaList:
     """Drain a replica and stop its engine."""
-    service = _service(request)
-    await _done(service.client.operations.remove(replica, body.timeout_s))
-    return _list(service)
+    return await _after(
+        request, lambda service: service.client.operations.remove(replica, body.timeout_s)
+    )
 
 
 @router.post("/replicas/rolling_restart", responses=REPLIES)
 async def rolling_restart(body: RollingRestartRequest, request: Request) -> ReplicaList:
     """Restart all replicas, one after the other, with another version of the model if given."""
-    service = _service(request)
-    if body.model is None:
-        await _done(service.client.operations.rolling_restart(body.timeout_s))
-    else:
-        await _done(roll_to(service, body.model, body.timeout_s))
-    return _list(service)
 
+    def roll(service: Service) -> Awaitable[object]:
+        if body.model is None:
+            return service.client.operations.rolling_restart(body.timeout_s)
+        return roll_to(service, body.model, body.timeout_s)
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    if not service.server_config.admin_api_key:
-        raise InputError("replicas cannot be changed here: that takes --admin-api-key")
-    if service.is_draining:
-        raise EngineDeadError("the server is shutting down")
-    return service
+    return await _after(request, roll)
 
 
 def _list(service: Service) -> ReplicaList:
@@ -105,9 +93,15 @@ def _list(service: Service) -> ReplicaList:
     return ReplicaList(replicas=[load_of(members[index]) for index in sorted(members)])
 
 
-async def _done(work: Awaitable[T]) -> T:
-    """Await work. What an engine cannot load is the caller's error."""
+async def _after(request: Request, work: Callable[[Service], Awaitable[object]]) -> ReplicaList:
+    """Change the replicas and list them. What an engine cannot load is the caller's error."""
+    service: Service = request.app.state.service
+    if not service.server_config.admin_api_key:
+        raise InputError("replicas cannot be changed here: that takes --admin-api-key")
+    if service.is_draining:
+        raise EngineDeadError("the server is shutting down")
     try:
-        return await work
+        await work(service)
     except (ConfigError, ModelError) as error:
         raise InputError(str(error)) from error
+    return _list(service)

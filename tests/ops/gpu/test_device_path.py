@@ -274,16 +274,14 @@ def test_drafts_beside_prompts_give_the_plain_paths_tokens(
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param("deepseek_v3", marks=pytest.mark.slow),
-        pytest.param("gemma2", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", marks=pytest.mark.slow),
-        "mamba2",
-        "qwen3_next",
-    ],
-)
+OTHER_LAYERS = [
+    "mamba2",
+    "qwen3_next",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gemma2", "gpt_oss")),
+]
+
+
+@pytest.mark.parametrize("variant", OTHER_LAYERS)
 def test_drafts_of_other_kinds_of_layers_give_the_plain_paths_tokens(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,17 +320,7 @@ def test_rows_with_adapters_give_the_plain_paths_tokens(
     assert added != base != replaced != added
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param("deepseek_v3", marks=pytest.mark.slow),
-        pytest.param("gemma2", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", marks=pytest.mark.slow),
-        pytest.param("llama4", marks=pytest.mark.slow),
-        "mamba2",
-        "qwen3_next",
-    ],
-)
+@pytest.mark.parametrize("variant", [*OTHER_LAYERS, pytest.param("llama4", marks=pytest.mark.slow)])
 def test_other_kinds_of_layers_give_the_plain_paths_tokens(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
