@@ -56,12 +56,23 @@ def _row_best(best_ptr, row, num_chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _random(seed, position, groups, N: tl.constexpr):
+    """Four words for each of N groups of four tokens."""
+    low = tl.zeros([N], tl.uint32) + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = tl.zeros([N], tl.uint32) + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(seed, low, high, groups, tl.zeros([N], tl.uint32))
+
+
+@triton.jit
 def _draw_kernel(
-    logits_ptr, slots_ptr, positions_ptr, floats_ptr, ints_ptr, best_ptr, cutoff_ptr,
+    logits_ptr, slots_ptr, positions_ptr, floats_ptr, ints_ptr, best_ptr, cutoff_ptr, ids_ptr,
     score_ptr, score_id_ptr, stride, vocab_size, num_chunks, floats_stride, ints_stride,
-    CUTOFF: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    CUTOFF: tl.constexpr, MAPPED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The largest of (logit - best) / temperature + noise in a chunk, for rows that draw."""
+    """The largest of (logit - best) / temperature + noise in a chunk, for rows that draw.
+
+    MAPPED: the noise is that of the tokens in `ids`.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     temperature = _temperature(floats_ptr, slot, floats_stride)
@@ -70,16 +81,20 @@ def _draw_kernel(
     best, _ = _row_best(best_ptr, row, num_chunks, CHUNKS)
     seed = tl.load(ints_ptr + slot * ints_stride + 1).to(tl.uint64, bitcast=True)
     position = tl.load(positions_ptr + row)
-    # One call of the generator serves four tokens.
-    groups = (chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)).to(tl.uint32)
-    low = tl.zeros([CHUNK // 4], tl.uint32) + (position & 0xFFFFFFFF).to(tl.uint32)
-    high = tl.zeros([CHUNK // 4], tl.uint32) + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, groups, tl.zeros([CHUNK // 4], tl.uint32))
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    u = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
-    noise = -tl.log(-tl.log(u))
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = tokens < vocab_size
+    # One call of the generator serves four tokens.
+    if MAPPED:
+        ids = tl.load(ids_ptr + tokens, mask=mask, other=0)
+        w0, w1, w2, w3 = _random(seed, position, (ids // 4).to(tl.uint32), CHUNK)
+        even = tl.where(ids % 4 == 0, w0, w2)
+        words = tl.where(ids % 2 == 0, even, tl.where(ids % 4 == 1, w1, w3))
+    else:
+        groups = (chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)).to(tl.uint32)
+        w0, w1, w2, w3 = _random(seed, position, groups, CHUNK // 4)
+        words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    u = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
+    noise = -tl.log(-tl.log(u))
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=mask, other=float("-inf"))
     scaled = tl.div_rn(x.to(tl.float32) - best, tl.zeros([CHUNK], tl.float32) + temperature)
     # A faulted row is NaN throughout; its token is ignored.
@@ -94,8 +109,9 @@ def _draw_kernel(
 
 @triton.jit
 def _pick_kernel(
-    slots_ptr, floats_ptr, best_ptr, best_id_ptr, score_ptr, score_id_ptr, tokens_ptr, faulted_ptr,
-    num_chunks, floats_stride, DRAWS: tl.constexpr, CHUNKS: tl.constexpr,
+    slots_ptr, floats_ptr, best_ptr, best_id_ptr, score_ptr, score_id_ptr, ids_ptr, tokens_ptr,
+    faulted_ptr, num_chunks, floats_stride,
+    DRAWS: tl.constexpr, MAPPED: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The winner among a row's chunks. Ties go to the lower token id."""
     row = tl.program_id(0)
@@ -106,6 +122,8 @@ def _pick_kernel(
         if temperature > GREEDY:
             _, chunk = _row_best(score_ptr, row, num_chunks, CHUNKS)
             token = tl.load(score_id_ptr + row * num_chunks + chunk)
+    if MAPPED:
+        token = tl.load(ids_ptr + token)
     # NaN and infinity of either sign fault the row.
     faulted = (tl.abs(best) < float("inf")) == 0
     tl.store(tokens_ptr + row, tl.where(faulted, 0, token).to(tl.int64))
@@ -276,6 +294,7 @@ def choose_tokens(
     allowed: torch.Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: one bit per token
     draws: bool = True,  # whether any row has a temperature
     truncates: bool = True,  # whether any row has top_k, top_p or min_p
+    token_ids: torch.Tensor | None = None,  # [vocab] int64: the tokens of the logits; None: all
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token [rows] int64 and fault [rows] bool of each row: greedy where the temperature is 0."""
     num_rows, vocab_size = logits.shape
@@ -295,18 +314,20 @@ def choose_tokens(
     _best_kernel[grid](
         logits, values[0], ids[0], stride, vocab_size, num_chunks, CHUNK=CHUNK, num_warps=8
     )
-    cutoff = values
+    cutoff, ids_of = values, slots if token_ids is None else token_ids
+    is_mapped = token_ids is not None
     if draws and truncates:
         cutoff = _cutoffs(logits, slots, floats, ints, values[0])
     if draws:
         _draw_kernel[grid](
-            logits, slots, positions, floats, ints, values[0], cutoff, values[1], ids[1],
+            logits, slots, positions, floats, ints, values[0], cutoff, ids_of, values[1], ids[1],
             stride, vocab_size, num_chunks, floats.stride(0), ints.stride(0),
-            CUTOFF=truncates, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
+            CUTOFF=truncates, MAPPED=is_mapped, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
         )  # fmt: skip
     _pick_kernel[(num_rows,)](
-        slots, floats, values[0], ids[0], values[1], ids[1], tokens, faulted.view(torch.int8),
-        num_chunks, floats.stride(0), DRAWS=draws, CHUNKS=chunks, num_warps=1,
+        slots, floats, values[0], ids[0], values[1], ids[1], ids_of, tokens,
+        faulted.view(torch.int8), num_chunks, floats.stride(0), DRAWS=draws, MAPPED=is_mapped,
+        CHUNKS=chunks, num_warps=1,
     )  # fmt: skip
     return tokens, faulted
 

@@ -89,6 +89,26 @@ def test_draws_are_the_references(device: torch.device, truncation: dict[str, fl
     assert not faulted.any()
 
 
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 20, "top_p": 0.9}])
+def test_logits_of_some_tokens_are_drawn_with_the_noise_of_these_tokens(
+    device: torch.device, truncation: dict[str, float]
+) -> None:
+    torch.manual_seed(2)
+    floats, ints = tables(8, 0.8, **truncation)  # type: ignore[arg-type]
+    floats[3, 0] = float(GREEDY.value)
+    ids = torch.randperm(VOCAB)[:5000].sort().values
+    slots, positions = torch.tensor([6, 1, 3, -1]), torch.tensor([5, 77, 9, 0])
+    logits = torch.randn(4, len(ids))
+    whole = torch.full((4, VOCAB), -math.inf)
+    whole[:, ids] = logits
+    common = [tensor.to(device) for tensor in (slots, positions, floats, ints)]
+    kind = {"draws": True, "truncates": bool(truncation)}
+    some, _ = choose_tokens(logits.to(device), *common, token_ids=ids.to(device), **kind)
+    every, _ = choose_tokens(whole.to(device), *common, **kind)
+    assert some[:3].tolist() == every[:3].tolist()
+    assert set(some.tolist()) <= set(ids.tolist())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_padding_rows_change_nothing_for_the_others(
     device: torch.device, dtype: torch.dtype
