@@ -8,9 +8,9 @@ speculation tells in advance what any other will sample, and drafts can be made 
 will:
 
 - right: always right, for nothing. It shows what verification costs.
-- eagle: right with probability 0.7 each, at the cost of an EAGLE-3 head: every row passes a fusion
-  layer and a decoder layer, every draft a decoder layer and an LM head of 32,000 tokens. Only the
-  attention of the rows is left out.
+- eagle: right with probability 0.7 each. An EAGLE-3 head with random weights and an output
+  vocabulary of 32,000 tokens observes and drafts all the same, as the engine runs any head, and its
+  drafts are replaced.
 
 Three engines stand side by side and are measured in turn, for as many tokens of each stream. With
 eagle, the engine chooses the number of drafts; with right, it is always four. What must hold:
@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,12 +38,11 @@ from msgspec.structs import replace
 
 from penstock import LLM, SamplingParams
 from penstock.cli.bench.workloads import Shape, random_workload
-from penstock.models.base import Hidden
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import ops
 from penstock.protocol.step import NewRequest
 from penstock.runner.drafter import Drafter, Drafts, DraftStep
-from penstock.runner.forward import ForwardInputs
+from penstock.runner.drafters.eagle3 import Eagle3Drafter
 
 GIB = 2**30
 DEVICE = torch.device("cuda")
@@ -91,7 +91,6 @@ class Known(Drafter):
         self._slots[:num].copy_(step.slots)
 
         def compute() -> torch.Tensor:
-            self.cost(num, count)
             slots = self._slots[:num]
             columns = step.tables.num_tokens[slots][:, None] + torch.arange(count, device=DEVICE)
             columns = columns.clamp(max=self._texts.shape[1] - 1)
@@ -111,73 +110,29 @@ class Known(Drafter):
         self._seen.add(key)
         return Drafts(compute())
 
-    def cost(self, num: int, num_drafts: int) -> None:
-        """What the drafts of `num` requests would take."""
 
-
-class EagleShapes(Known):
+class Replaced(Eagle3Drafter):
     """Computes what an EAGLE-3 head computes, and drafts known texts all the same."""
 
-    def __init__(self, config: dict[str, Any], rate: float, num_slots: int) -> None:
-        super().__init__(rate, config["vocab_size"], num_slots)
-        hidden, size = config["hidden_size"], config["intermediate_size"]
-        self._heads, self._kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self._head_dim = config.get("head_dim") or hidden // self._heads
-        queries = self._heads * self._head_dim
-        outputs = queries + 2 * self._kv_heads * self._head_dim
+    def __init__(self, folder: Path, config: dict[str, Any], known: Known) -> None:
+        names = (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "rms_norm_eps", "vocab_size", "torch_dtype",
+        )  # fmt: skip
+        head = {name: config[name] for name in names if name in config}
+        head |= {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
+        head |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+        (folder / "config.json").write_text(json.dumps(head))
+        super().__init__(str(folder), NUM_DRAFTS)
+        self.known = known
 
-        def weight(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE) * columns**-0.5
+    def add(self, slot: int, request: NewRequest) -> None:
+        super().add(slot, request)
+        self.known.add(slot, request)
 
-        self._fc = weight(hidden, 3 * hidden)
-        self._qkv, self._out = weight(outputs, 2 * hidden), weight(hidden, queries)
-        self._gate_up, self._down = weight(2 * size, hidden), weight(hidden, size)
-        self._head, self._embedding = weight(DRAFT_VOCAB, hidden), weight(DRAFT_VOCAB, hidden)
-        self._norm = torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
-        self._states = weight(num_slots, hidden)
-        # A cache of one layer, for texts of half the longest.
-        block_size, length = 16, TEXT_LEN // 2
-        num_blocks = -(-length // block_size)
-        shape = (num_slots * num_blocks, 2, block_size, self._kv_heads, self._head_dim)
-        self._cache = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
-        blocks = torch.arange(shape[0], dtype=torch.int32, device=DEVICE)
-        self._table = blocks.view(num_slots, num_blocks)
-        self._lens = torch.full((num_slots,), length, dtype=torch.int32, device=DEVICE)
-        self._starts = torch.arange(num_slots + 1, dtype=torch.int32, device=DEVICE)
-
-    def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
-        states = hidden.states
-        combined = ops.linear(torch.cat([states] * 3, dim=1), self._fc, None)
-        self._layer(torch.cat([states, combined], dim=1), None)
-
-    def cost(self, num: int, num_drafts: int) -> None:
-        states, tokens = self._states[:num], self._slots[:num]
-        metadata = AttentionMetadata(
-            query_starts=self._starts[: num + 1],
-            seq_lens=self._lens[:num],
-            block_table=self._table[:num],
-            slot_mapping=tokens,
-            num_decodes=num,
-            max_query_len=1,
-            max_seq_len=TEXT_LEN,
-        )
-        for _ in range(num_drafts):
-            embedded = self._embedding[tokens]
-            states = self._layer(torch.cat([embedded, states], dim=1), metadata)
-            logits = ops.linear(states, self._head, None)
-            tokens = logits.argmax(dim=1)
-
-    def _layer(self, x: torch.Tensor, metadata: AttentionMetadata | None) -> torch.Tensor:
-        qkv = ops.linear(x, self._qkv, None)
-        queries = qkv[:, : self._heads * self._head_dim]
-        if metadata is not None:
-            heads = queries.view(len(x), self._heads, self._head_dim)
-            heads = ops.paged_attention(heads, self._cache, metadata, self._head_dim**-0.5)
-            queries = heads.view(len(x), -1)
-        out = ops.linear(queries.contiguous(), self._out, None)
-        normed = ops.rms_norm(out, self._norm, 1e-6)
-        middle = ops.silu_mul(ops.linear(normed, self._gate_up, None))
-        return ops.rms_norm(ops.linear(middle, self._down, None), self._norm, 1e-6)
+    def propose(self, step: DraftStep) -> Drafts:
+        super().propose(step)
+        return self.known.propose(step)
 
 
 class Run(NamedTuple):
@@ -230,10 +185,10 @@ def run(llm: LLM, num_streams: int, num_tokens: int, num_measured: int) -> Run:
 @contextlib.contextmanager
 def engines(model: str, config: dict[str, Any]) -> Iterator[dict[str, tuple[LLM, Known | None]]]:
     seqs = max(STREAMS)
-    drafters: dict[str, Known | None] = {
+    known = {
         "off": None,
         "right": Known(1.0, config["vocab_size"], seqs),
-        "eagle": EagleShapes(config, RATE, seqs),
+        "eagle": Known(RATE, config["vocab_size"], seqs),
     }
     options: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False,
@@ -241,13 +196,17 @@ def engines(model: str, config: dict[str, Any]) -> Iterator[dict[str, tuple[LLM,
         "log_level": "warning",
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         found = {}
-        for name, drafter in drafters.items():
+        for name, texts in known.items():
+            drafter: Drafter | None = texts
+            if name == "eagle" and texts is not None:
+                drafter = Replaced(folder, config, texts)
             llm = stack.enter_context(LLM(model, drafter=drafter, **options))
             if name == "eagle":  # as drafters of a configuration are: fewer drafts where they pay
                 speculation = llm.engine.scheduler.speculation
                 speculation._limits = replace(speculation._limits, adapts_drafts=True)
-            found[name] = (llm, drafter)
+            found[name] = (llm, texts)
         yield found
 
 
@@ -262,9 +221,9 @@ def measure(model: str, config: dict[str, Any], num_rounds: int) -> dict[str, An
             times: dict[str, list[Run]] = {name: [] for name in names}
             for number in range(num_rounds + 1):  # the first captures graphs and learns times
                 for name in names:
-                    llm, drafter = all_engines[name]
-                    if drafter is not None and number == 0:
-                        drafter.know(texts)
+                    llm, known = all_engines[name]
+                    if known is not None and number == 0:
+                        known.know(texts)
                     found = run(llm, num_streams, WARM_UP + num_tokens, num_tokens)
                     if number:
                         times[name].append(found)
