@@ -51,6 +51,8 @@ class EagleLayer(nn.Module):
 class Eagle(Model):
     """Not a model of its own: `draft` takes the place of `forward`."""
 
+    vocabulary = None  # it drafts all of the target's tokens
+
     weights = WeightTable(
         # The layer's first norm is not used, and often not trained.
         ignored=(

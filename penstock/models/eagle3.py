@@ -96,9 +96,8 @@ class Eagle3(Model):
         return self.norm.add(layer.mlp(x), residual)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary. Tokens that this one lacks get -inf."""
-        logits = self.lm_head.project(states)
-        return logits if self.vocabulary is None else self.vocabulary.spread(logits)
+        """Logits over the tokens of `vocabulary`."""
+        return self.lm_head.project(states)
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class MtpHead(Model):
     Its parts have the names of the checkpoint, so that quantized ones are found there.
     """
 
+    vocabulary = None  # it drafts all of the target's tokens
+
     def __init__(self, build: Build, target: DecoderLM, layout: MtpLayout) -> None:
         super().__init__()
         index, size = target.config.num_layers, target.hidden_size

@@ -35,6 +35,7 @@ class Bucket:
     decode: bool  # every row samples
     width: int = 1  # most rows of a decode, with its drafts: a power of two
     adapters: bool = False  # some rows may have an adapter
+    observed: bool = False  # by the drafter
 
 
 class StepBuffers:

@@ -12,7 +12,8 @@ A graph reads the step's buffers, which never move. It ends at the logits, becau
 still change them (`sampling_graphs` follows). Steps larger than every bucket run without padding:
 for them the device is slower than the host. Models without a KV cache have larger buckets. Steps
 with adapters that need the host, such as those of experts, also run without padding. A step without
-adapters has graphs of its own, which know nothing of them.
+adapters has graphs of its own, which know nothing of them, and so has one that the drafter does not
+observe.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
@@ -98,13 +100,16 @@ class DeviceSteps:
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         """See `Steps`. Hidden states and logits are valid until the next step."""
         batch = self.buffers.batch(layout)
-        bucket = self._last_bucket = self._bucket_for(layout)
+        bucket = self._bucket_for(layout)
+        observed = self.drafter is not None and self.drafter.sees(layout)
         if bucket is None:
             self.metrics["eager_steps"] += 1
             self.buffers.send(layout)
-            hidden = self._compute(exact_bucket(layout), batch.inputs)
+            hidden = self._compute(replace(exact_bucket(layout), observed=observed), batch.inputs)
         else:
+            bucket = replace(bucket, observed=observed)
             hidden = self._run_padded(bucket, layout)
+        self._last_bucket = bucket
         num_logits = len(layout.logits_rows)
         if num_logits == 0 or num_logits > len(self.logits):
             return batch, hidden, None
@@ -215,7 +220,7 @@ class DeviceSteps:
         if isinstance(inputs.context.adapters, DeviceAdapterStep):
             inputs.context.adapters.group()
         hidden = forward(self.model, inputs)
-        if self.drafter is not None:
+        if self.drafter is not None and bucket.observed:
             self.drafter.observe(inputs, hidden)
         if bucket.decode and self._has_logits:
             # Every row samples, in order. The logits of padding rows are never read.

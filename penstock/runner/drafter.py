@@ -16,7 +16,9 @@ from penstock.protocol.kv import KVCacheSpec
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import NewRequest, StepPlan
 from penstock.runner.forward import ForwardInputs
+from penstock.runner.graphs import GraphPool
 from penstock.runner.kv_memory import KVMemory
+from penstock.runner.layout import StepLayout
 from penstock.runner.sampler import Sampler
 from penstock.runner.tables import IntArray, RequestTables
 
@@ -111,6 +113,9 @@ class Drafter:
     def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
         """Runner: what it reads and writes. Requests come later."""
 
+    def use_graphs(self, graphs: GraphPool) -> None:
+        """Runner, on a GPU, after `start`: it may capture what it computes."""
+
     def add(self, slot: int, request: NewRequest) -> None:
         """A request enters a slot, now or again after a preemption."""
 
@@ -123,9 +128,13 @@ class Drafter:
     def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
         """A step's rows and their hidden states, before tokens are sampled.
 
-        On a GPU this is captured with the forward pass: a replay runs none of its Python code. On
-        a CPU, decode steps after which nothing is proposed are left out.
+        On a GPU this is captured with the forward pass: a replay runs none of its Python code.
         """
+
+    def sees(self, layout: StepLayout) -> bool:
+        """Whether it observes a step: not a decode after which it proposes nothing."""
+        is_used = type(self).observe is not Drafter.observe
+        return is_used and (layout.num_drafts > 0 or not layout.is_decode)
 
     def propose(self, step: DraftStep) -> Drafts:
         raise NotImplementedError

@@ -113,7 +113,7 @@ class HostSteps:
         self.metrics["eager_steps"] += 1
         batch = self.materialize(layout)
         hidden = forward(self.model, batch.inputs)
-        if self.drafter is not None and (layout.num_drafts or not layout.is_decode):
+        if self.drafter is not None and self.drafter.sees(layout):
             self.drafter.observe(batch.inputs, hidden)
         return batch, hidden, None
 

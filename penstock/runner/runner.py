@@ -17,6 +17,7 @@ from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import HostSteps, StepBatch, Steps
 from penstock.runner.generation import GenerationHead
+from penstock.runner.graphs import GraphPool
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout, lay_out
 from penstock.runner.logits_processors import LogitsProcessor
@@ -110,6 +111,8 @@ class ModelRunner:
             head.replay = self.steps.replay
         if drafter is not None:
             drafter.start(self.tables, self.memory, sampler)
+            if device.type == "cuda":
+                drafter.use_graphs(GraphPool(capture_graphs))
         if device.type == "cuda":
             head.graphs = SamplingGraphs(
                 steps.buffers, steps.logits, self.tables, sampler, steps.pool

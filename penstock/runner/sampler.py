@@ -34,6 +34,8 @@ from penstock.runner.sampling_tables import Feature, SamplingTables, to_device
 
 CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS | Feature.NAMED_LOGPROBS)
 """Features that change logits before the draw."""
+IGNORED = int(Feature.PROCESSORS | Feature.LOGPROBS | Feature.NAMED_LOGPROBS)
+"""Features that drafts do without."""
 
 
 ChooseTokens = Callable[..., tuple[Tensor, Tensor]]
@@ -199,13 +201,17 @@ class Sampler:
             tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
         )
 
+    def draft_kind(self, host_slots: NDArray[np.int64]) -> SamplingKind | None:
+        """What `choose` must do for drafts of these requests; None if they need `draft`."""
+        used = int(np.bitwise_or.reduce(self._params.features[host_slots] & ~IGNORED))
+        return None if used & CHANGES else SamplingKind.of(used)
+
     def draft(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """The tokens [rows] that these logits would give, with the requests' own noise.
 
         Grammars and custom processors are left out: drafts are verified anyway.
         """
-        ignored = Feature.PROCESSORS | Feature.LOGPROBS | Feature.NAMED_LOGPROBS
-        features = self._params.features[rows.host_slots] & ~int(ignored)
+        features = self._params.features[rows.host_slots] & ~IGNORED
         used = int(np.bitwise_or.reduce(features))
         if used & CHANGES:
             logits = logits.to(torch.float32, copy=True)

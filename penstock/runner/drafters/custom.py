@@ -10,7 +10,9 @@ from penstock.protocol.kv import KVCacheSpec
 from penstock.protocol.step import NewRequest, StepPlan
 from penstock.runner.drafter import Drafter, Drafts, DraftSetup, DraftStep
 from penstock.runner.forward import ForwardInputs
+from penstock.runner.graphs import GraphPool
 from penstock.runner.kv_memory import KVMemory
+from penstock.runner.layout import StepLayout
 from penstock.runner.plugins import find_class
 from penstock.runner.sampler import Sampler
 from penstock.runner.tables import RequestTables
@@ -41,6 +43,9 @@ class CustomDrafter(Drafter):
     def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
         self._drafter.start(tables, memory, sampler)
 
+    def use_graphs(self, graphs: GraphPool) -> None:
+        self._drafter.use_graphs(graphs)
+
     def take_blocks(self, plan: StepPlan) -> None:
         self._drafter.take_blocks(plan)
 
@@ -52,6 +57,9 @@ class CustomDrafter(Drafter):
 
     def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
         self._drafter.observe(inputs, hidden)
+
+    def sees(self, layout: StepLayout) -> bool:
+        return self._drafter.sees(layout)
 
     def propose(self, step: DraftStep) -> Drafts:
         """Raises TypeError for a wrong shape. Tokens outside the vocabulary become others."""

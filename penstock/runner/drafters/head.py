@@ -20,6 +20,7 @@ import torch
 
 from penstock.layers.context import ForwardContext, forward_context
 from penstock.models.base import Hidden, Model
+from penstock.models.draft_vocabulary import DraftVocabulary
 from penstock.protocol.step import NewRequest
 from penstock.runner.drafter import Drafts, DraftStep
 from penstock.runner.drafters.model import ModelDrafter
@@ -35,6 +36,10 @@ class DraftHead(Protocol):
     hidden_size: int
     dtype: torch.dtype
 
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that it drafts; None: all of the target's."""
+
     def combine(self, hidden: Hidden) -> torch.Tensor:
         """The target's hidden states that rows take: [n, hidden_size]."""
 
@@ -44,7 +49,7 @@ class DraftHead(Protocol):
         """Compute rows. Returns what `project` takes, and the hidden states for the next rows."""
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary."""
+        """Logits over the tokens that it drafts."""
 
 
 class HeadDrafter(ModelDrafter):
@@ -64,7 +69,7 @@ class HeadDrafter(ModelDrafter):
         # A layer of the target whose metadata are those of the head's layer.
         groups = memory.layout.groups
         self._neighbours = {
-            name: groups[group].layer_names[0] for name, group in self._groups.items()
+            name: groups[group].layer_names[0] for name, group in self.groups.items()
         }
         self._hidden = self._before[:0]  # of the rows that are computed
 
@@ -84,26 +89,40 @@ class HeadDrafter(ModelDrafter):
         shifted = torch.cat([combined[:1], combined[:-1]])
         before = torch.where(is_first[:, None], self._before[own], shifted)
         attention = {name: context.attention[near] for name, near in self._neighbours.items()}
-        own_context = ForwardContext(self._caches, attention, context.query_starts, slots)
+        own_context = ForwardContext(self.caches, attention, context.query_starts, slots)
         with forward_context(own_context):
             self._head.draft(self._target.embed(inputs.token_ids), before, inputs.positions)
         self._before[torch.where(is_last, own, nobody)] = combined
         self._combined[: len(combined)] = combined
 
     def propose(self, step: DraftStep) -> Drafts:
-        self._hidden = self._combined[step.last_rows]
-        self._before[step.slots] = self._hidden
+        if self._loop is not None:
+            room = self._room(step.host_slots)
+            drafts = self._loop.propose(step.host_slots, step.last_rows, room, step.num_drafts)
+            if drafts is not None:
+                return Drafts(drafts)
         batch = self._batch(step)
+        self.begin(batch.slots, step.last_rows, batch.room)
         one_each = np.ones(len(step.host_slots), dtype=np.int64)
         logits = self._forward(batch, batch.num_tokens - 1, one_each)
         return Drafts(self._draft(batch, logits, step.num_drafts))
 
-    def _compute(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | slice
-    ) -> torch.Tensor:
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        return self._head.vocabulary
+
+    def begin(self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor) -> None:
+        self._hidden = self._combined[last_rows]
+        nobody = len(self._before) - 1
+        self._before[torch.where(slots < 0, nobody, slots)] = self._hidden
+
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Hidden:
         embedded = self._target.embed(token_ids)
         states, self._hidden = self._head.draft(embedded, self._hidden, positions)
-        return self._head.project(states[rows])
+        return Hidden(states)
+
+    def logits(self, hidden: Hidden, rows: torch.Tensor | slice) -> torch.Tensor:
+        return self._head.project(hidden.states[rows])
 
 
 def use_positions(settings: dict[str, Any], name: str, max_model_len: int) -> None:

@@ -11,19 +11,25 @@ written. What differs between drafters is how the rows of known tokens come into
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from penstock.layers.context import ForwardContext, forward_context
-from penstock.models.base import Model
+from penstock.models.base import Hidden, Model
+from penstock.models.draft_vocabulary import DraftVocabulary
 from penstock.ops.attention import AttentionMetadata
 from penstock.protocol.kv import KVCacheSpec
 from penstock.runner.drafter import Drafter, DraftStep
+from penstock.runner.graphs import GraphPool
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.sampler import Sampler, SamplingRows
 from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import IntArray, RequestTables
+
+if TYPE_CHECKING:
+    from penstock.runner.drafters.loop import DraftLoop
 
 PREFIX = "draft."  # of the layers' names in the KV cache
 
@@ -52,16 +58,23 @@ class DraftBatch:
 
 
 class ModelDrafter(Drafter):
-    """The draft layers, their cache, and the loop that drafts with them."""
+    """The draft layers, their cache, and the loop that drafts with them.
+
+    On a GPU, `DraftLoop` captures the loop in graphs. What sampling does not do there, such as
+    penalties, takes the way of a CPU.
+    """
+
+    keeps_last: bool = False  # whether the loop also computes a row for the last draft
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
         self.num_lookahead = num_drafts
+        self._loop: DraftLoop | None = None
 
     def use(self, model: Model, kv_dtype: str, max_rows: int, max_positions: int) -> None:
         """Draft with `model`, at most `max_rows` rows at once, for positions below a maximum."""
         self.model = model
-        self._max_rows, self._max_positions = max_rows, max_positions
+        self._max_rows, self.max_positions = max_rows, max_positions
         self._specs = model.kv_specs(kv_dtype)
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
@@ -70,17 +83,47 @@ class ModelDrafter(Drafter):
     def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
         self._tables = tables
         self._sampler = sampler
-        self._caches = {name: memory.caches[PREFIX + name] for name in self._specs}
-        self._groups = {name: memory.group_of(PREFIX + name) for name in self._specs}
+        self.caches = {name: memory.caches[PREFIX + name] for name in self._specs}
+        self.groups = {name: memory.group_of(PREFIX + name) for name in self._specs}
+
+    def use_graphs(self, graphs: GraphPool) -> None:
+        from penstock.runner.drafters.loop import DraftLoop  # needs Triton
+
+        self._loop = DraftLoop(self, self._tables, self._sampler, graphs)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that may be drafted; None: all of the target's."""
+        return None
+
+    def begin(self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor) -> None:
+        """Drafts of these requests follow, see `DraftStep` and `DraftBatch`. Slot -1 is padding."""
+
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Hidden:
+        """Compute tokens in the current context."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Hidden, rows: torch.Tensor | slice) -> torch.Tensor:
+        """The logits of some of the tokens, over `vocabulary`."""
+        raise NotImplementedError
+
+    def end(self, drafts: torch.Tensor) -> None:
+        """The drafts [n, num_drafts] of the requests that `begin` named."""
+
+    def _room(self, slots: IntArray) -> IntArray:
+        """Positions below have a place in the cache of the draft layers."""
+        room = np.full(len(slots), self.max_positions)
+        for group in set(self.groups.values()):
+            num_rows = self._tables.num_blocks(group, slots) * self._block_size(group)
+            room = np.minimum(room, num_rows)
+        return room
 
     def _batch(self, step: DraftStep) -> DraftBatch:
         tables, slots = self._tables, step.slots.long()
         max_position = int(tables.computed_bound[step.host_slots].max()) + 1 + step.num_drafts
-        room = np.full(len(step.host_slots), self._max_positions)
         block_tables = {}
-        for group in set(self._groups.values()):
+        for group in set(self.groups.values()):
             num_blocks, size = tables.num_blocks(group, step.host_slots), self._block_size(group)
-            room = np.minimum(room, num_blocks * size)
             # A reused slot has old blocks behind its own, which belong to others by now.
             columns = torch.arange(-(-max_position // size), device=tables.device)
             is_own = columns < to_device(num_blocks, tables.device)[:, None]
@@ -90,7 +133,7 @@ class ModelDrafter(Drafter):
             slots,
             step.host_slots,
             tables.num_tokens[slots].long(),
-            to_device(room, tables.device),
+            to_device(self._room(step.host_slots), tables.device),
             block_tables,
             max_position,
         )
@@ -128,8 +171,8 @@ class ModelDrafter(Drafter):
         token_ids = tables.token_ids[slots, positions]
         # Rows without a place in the cache are written to the null block. Their drafts are poor.
         has_place = positions < batch.room[owners]
-        positions = positions.clamp(max=self._max_positions - 1)
-        seq_lens = (first + to_device(counts, device)).clamp(max=self._max_positions).int()
+        positions = positions.clamp(max=self.max_positions - 1)
+        seq_lens = (first + to_device(counts, device)).clamp(max=self.max_positions).int()
         query_starts = to_device(starts.astype(np.int32), device)
         attention = {}
         for group, table in batch.block_tables.items():
@@ -143,20 +186,16 @@ class ModelDrafter(Drafter):
                 slot_mapping=blocks.long() * size + positions % size,
                 num_decodes=int((counts == 1).sum()),
                 max_query_len=int(counts.max()),
-                max_seq_len=min(batch.max_position, self._max_positions),
+                max_seq_len=min(batch.max_position, self.max_positions),
             )
         context = ForwardContext(
-            self._caches,
-            {name: attention[group] for name, group in self._groups.items()},
+            self.caches,
+            {name: attention[group] for name, group in self.groups.items()},
             query_starts,
             slots,
         )
         last = slice(0, num_rows) if is_decode else to_device(starts[1:] - 1, device)
         with forward_context(context):
-            return self._compute(token_ids, positions, last)
-
-    def _compute(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | slice
-    ) -> torch.Tensor:
-        """Compute tokens in the current context. Returns the logits of `rows`."""
-        raise NotImplementedError
+            hidden = self.compute(token_ids, positions)
+        logits = self.logits(hidden, last)
+        return logits if self.vocabulary is None else self.vocabulary.spread(logits)

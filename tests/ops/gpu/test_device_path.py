@@ -95,7 +95,9 @@ class WatchedSteps(DeviceSteps):
         return self.buckets[-1]
 
 
-def take_device_path(llm: LLM, drafter: Drafter | None = None) -> WatchedGraphs:
+def take_device_path(
+    llm: LLM, drafter: Drafter | None = None, vocab_size: int = VOCAB_SIZE
+) -> WatchedGraphs:
     """Put the parts that a GPU has into a CPU's runner."""
     assert isinstance(llm.engine.executor, InProcessExecutor)
     runner = llm.engine.executor.worker.runner
@@ -103,15 +105,18 @@ def take_device_path(llm: LLM, drafter: Drafter | None = None) -> WatchedGraphs:
     num_drafts = 0 if drafter is None else drafter.num_drafts
     tables = DeviceTables(4, 32, runner.tables.groups, CPU, num_drafts)
     steps = WatchedSteps(
-        runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=16,
+        runner.model, vocab_size, tables, runner.memory, max_num_batched_tokens=16,
         num_drafts=num_drafts, capture_graphs=False, dtype=torch.float32,
         adapters=runner.adapters, drafter=drafter,
     )  # fmt: skip
-    sampler = Sampler(tables, VOCAB_SIZE, CPU, choose_tokens)
+    sampler = Sampler(tables, vocab_size, CPU, choose_tokens)
     head = GenerationHead(runner.model, tables, sampler, drafter)
     head.graphs = WatchedGraphs(steps.buffers, steps.logits, tables, sampler, steps.pool)
     if runner.memory.layout.is_recurrent:
         head.replay = steps.replay
+    if drafter is not None:
+        drafter.start(tables, runner.memory, sampler)
+        drafter.use_graphs(steps.pool)
     runner.tables, runner.steps, runner.head = tables, steps, head
     return head.graphs
 
@@ -205,9 +210,6 @@ def test_heads_draft_on_the_way_of_a_gpu_as_plainly(
         plain, drafter = medusa_heads.Plain(target, head), medusa_heads.Watched(str(head), 3)
     with LLM(str(target), drafter=drafter, **OPTIONS, block_size=4, dtype="float32") as llm:
         take_device_path(llm, drafter)
-        runner = runner_of(llm)
-        assert isinstance(runner.head, GenerationHead)
-        drafter.start(runner.tables, runner.memory, runner.head.sampler)
         generate(llm, [sampling(6, temperature=0.0)] * 2)
     assert len(drafter.proposals) > 8
     for known, drafts in drafter.proposals:
