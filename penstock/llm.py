@@ -6,13 +6,12 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from tqdm import tqdm
 
 from penstock.config import EngineConfig
-from penstock.engine.arg_utils import EngineArgs
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
@@ -31,6 +30,9 @@ from penstock.text.collector import OutputCollector
 from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt, with_priorities
 from penstock.text.templates import read_chat_template
 from penstock.text.user_tokenizer import UserTokenizer
+
+if TYPE_CHECKING:
+    from penstock.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger(__name__)
 

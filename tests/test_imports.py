@@ -65,6 +65,12 @@ def test_a_refused_option_costs_no_import_of_torch() -> None:
     assert "torch" not in modules
 
 
+def test_an_engine_in_this_process_needs_no_sockets() -> None:
+    modules = modules_after("import penstock.llm, penstock.engine.build")
+    assert "torch" in modules
+    assert "zmq" not in modules
+
+
 def test_a_name_that_penstock_does_not_have_is_an_attribute_error() -> None:
     import penstock
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
-from penstock.engine.kv_events import KVEvents
 from penstock.executor.base import Capabilities, Executor
 from penstock.executor.in_process import InProcessExecutor
 from penstock.executor.multi_process import MultiProcessExecutor
@@ -27,6 +27,9 @@ from penstock.structured.backend import Tokenize, check_backend
 from penstock.structured.manager import GrammarManager
 from penstock.structured.vocabulary import Vocabulary, read_vocabulary
 from penstock.text.tokenizer import eos_token_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    from penstock.engine.kv_events import KVEvents
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +110,8 @@ def _open_kv_events(
             "kv_events_config needs a prefix cache: this model has none, or "
             "enable_prefix_caching is off"
         )
+    from penstock.engine.kv_events import KVEvents  # imports ZeroMQ
+
     rank = config.parallel.data_parallel_rank
     medium = "GPU" if capabilities.device == "cuda" else "CPU"
     kv_events = KVEvents(settings, rank, keys.block_size, medium)

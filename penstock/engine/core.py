@@ -7,9 +7,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from penstock.engine.kv_events import KVEvents
 from penstock.executor.base import Executor
 from penstock.kvcache.landmarks import CacheReport
 from penstock.protocol.adapter import Adapter
@@ -21,6 +20,9 @@ from penstock.protocol.step import StepFailure, StepMasks, StepPlan
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import AdapterStats, SchedulerStats, SpeculationStats
 from penstock.structured.manager import GrammarManager
+
+if TYPE_CHECKING:
+    from penstock.engine.kv_events import KVEvents
 
 logger = logging.getLogger(__name__)
 
