@@ -8,22 +8,19 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.config.cli import add_engine_arguments, engine_options_from_args
+from penstock.config.engine import all_options
 
-_OPTIONS: Any = dataclasses.make_dataclass(
-    "_OPTIONS",
+_Options: Any = dataclasses.make_dataclass(
+    "_Options",
     [
-        (
-            field.name,
-            Any,
-            dataclasses.field(default=field.default, default_factory=field.default_factory),
-        )
-        for section in EngineConfig.sections().values()
-        for field in dataclasses.fields(section)
+        (declared.name, Any, dataclasses.field(default=None))
+        for options in all_options().values()
+        for declared in options
     ],
 )
 
 
-class EngineArgs(_OPTIONS):  # type: ignore[misc]
+class EngineArgs(_Options):  # type: ignore[misc]
     """A dataclass of all engine options, for `from_engine_args` of `LLM` and `AsyncLLM`."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:

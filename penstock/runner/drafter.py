@@ -79,10 +79,7 @@ class DraftStep:
     last_rows: torch.Tensor  # [num_requests]: the row of each one's last accepted token
     num_accepted: torch.Tensor  # [num_requests]: accepted drafts of this step
     num_drafts: int  # to propose for each
-    least_chance: float = (
-        0.0  # that a draft must have to hold, if the drafter knows: else it costs more
-    )
-    # than it gains
+    least_chance: float = 0.0  # to hold that a draft must have, if known; else it costs too much
 
 
 @dataclass(frozen=True)
