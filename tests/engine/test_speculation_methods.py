@@ -141,10 +141,13 @@ def test_what_comes_is_what_comes_without(
 SHARDED = [
     (method, None) for method in ("ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp")
 ]
-WHOLE = [(method, 1) for method in ("draft_model", "eagle", "eagle3", "medusa")]
+WHOLE = [
+    ("eagle3", 1),
+    *(pytest.param(i, 1, marks=pytest.mark.slow) for i in ("draft_model", "eagle", "medusa")),
+]
 
 
-@pytest.mark.parametrize(("method", "size"), SHARDED + WHOLE)
+@pytest.mark.parametrize(("method", "size"), [*SHARDED, *WHOLE])
 def test_two_ranks_give_what_one_gives(
     method: str,
     size: int | None,

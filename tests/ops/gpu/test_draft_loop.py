@@ -93,7 +93,10 @@ def test_an_mtp_layer_drafts_on_the_way_of_a_gpu_as_plainly(
     assert sum(right) > 0.9 * len(right) > 6, "near ties may fall the other way"
 
 
-@pytest.mark.parametrize("params", [DRAWN, CHANGED], ids=["drawn", "changed"])
+@pytest.mark.parametrize(
+    "params",
+    [pytest.param(DRAWN, id="drawn", marks=pytest.mark.slow), pytest.param(CHANGED, id="changed")],
+)
 def test_a_model_that_drafts_for_itself_is_right_and_seldom_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[int], params: Any
 ) -> None:
