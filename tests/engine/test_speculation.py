@@ -57,7 +57,7 @@ def expected(tiny_llama: str) -> list[Any]:
         {"async_scheduling": True},
         {"max_num_batched_tokens": 5},
         {"num_gpu_blocks_override": 14, "max_model_len": 128},
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=["plain", "overlapping", "in chunks", "preempted", "two ranks"],
 )

@@ -196,7 +196,7 @@ def test_drafts_verified_in_padded_steps_give_the_plain_paths_tokens(
     verified(tmp_path, monkeypatch, "qwen3", kinds)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_heads_draft_on_the_way_of_a_gpu_as_plainly(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
