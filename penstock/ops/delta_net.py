@@ -79,15 +79,11 @@ def _delta_drafts(
     states: torch.Tensor,
     drafts: StateDrafts,
 ) -> torch.Tensor:
-    output = torch.zeros(value.shape, dtype=torch.float32, device=value.device)
-    state = drafts.initial(states)
-    for part in drafts.rounds:
-        own, num = part.rows, len(part.rows)
-        output[own], state = _update(
-            query[own], key[own], value[own], g[own], beta[own], state[:num]
-        )
-        part.store(states, state)
-    return output
+    return drafts.compute(
+        states,
+        torch.zeros(value.shape, dtype=torch.float32, device=value.device),
+        lambda own, state: _update(query[own], key[own], value[own], g[own], beta[own], state),
+    )
 
 
 def delta_chunks(

@@ -83,13 +83,11 @@ def _mamba2_drafts(
     states: torch.Tensor,
     drafts: StateDrafts,
 ) -> torch.Tensor:
-    output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    state = drafts.initial(states)
-    for part in drafts.rounds:
-        own, num = part.rows, len(part.rows)
-        output[own], state = _update(x[own], dt[own], b[own], c[own], weights, state[:num])
-        part.store(states, state)
-    return output
+    return drafts.compute(
+        states,
+        torch.zeros(x.shape, dtype=torch.float32, device=x.device),
+        lambda own, state: _update(x[own], dt[own], b[own], c[own], weights, state),
+    )
 
 
 def mamba2_chunks(

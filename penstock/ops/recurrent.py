@@ -13,7 +13,7 @@ and their states are stored (`StateDrafts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -120,9 +120,21 @@ class StateDrafts:
         read_blocks, is_fresh, _ = self._on_host
         return fresh_or(states[read_blocks], is_fresh)
 
-    @property
-    def rounds(self) -> list[TokenRound]:
-        return self._on_host[2]
+    def compute(
+        self,
+        states: torch.Tensor,
+        output: torch.Tensor,
+        update: Callable[[IntArray, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Fill `output`, token by token, and store the states.
+
+        `update` gives the outputs of some rows and the states after them, from those before.
+        """
+        state = self.initial(states)
+        for part in self._on_host[2]:
+            output[part.rows], state = update(part.rows, state[: len(part.rows)])
+            part.store(states, state)
+        return output
 
     @cached_property
     def _on_host(self) -> tuple[torch.Tensor, torch.Tensor, list[TokenRound]]:
@@ -365,15 +377,11 @@ def _conv_drafts(
     states: torch.Tensor,
     drafts: StateDrafts,
 ) -> torch.Tensor:
-    output = torch.zeros_like(x)
-    state = drafts.initial(states)
-    for part in drafts.rounds:
-        new = x[part.rows, None].to(states.dtype)
-        window = torch.cat([state[: len(part.rows)], new], dim=1)
-        state = window[:, 1:]
-        part.store(states, state)
-        output[part.rows] = _weigh(window.unbind(1), weight, bias).to(output.dtype)
-    return output
+    def update(rows: IntArray, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        window = torch.cat([state, x[rows, None].to(states.dtype)], dim=1)
+        return _weigh(window.unbind(1), weight, bias).to(x.dtype), window[:, 1:]
+
+    return drafts.compute(states, torch.zeros_like(x), update)
 
 
 def conv_chunks(
