@@ -166,14 +166,16 @@ NOT_SUPPORTED = {
     "shutdown_mode": ForeignOption("use shutdown_timeout"),
     "headless": _switch("ranks are processes on one machine"),
     "api_server_count": ForeignOption("one process serves the API", (1,)),
-    "data_parallel_size_local": ForeignOption("start one server per GPU", (1,)),
-    "data_parallel_start_rank": ForeignOption("start one server per GPU", (0,)),
-    "data_parallel_address": ForeignOption("start one server per GPU"),
-    "data_parallel_rpc_port": ForeignOption("start one server per GPU"),
-    "data_parallel_backend": ForeignOption("start one server per GPU", ("mp",)),
-    "data_parallel_hybrid_lb": _switch("start one server per GPU"),
-    "data_parallel_external_lb": _switch("start one server per GPU"),
-    "data_parallel_multi_port_external_lb": _switch("start one server per GPU"),
+    "data_parallel_size_local": ForeignOption("use data_parallel_size", (1,)),
+    "data_parallel_start_rank": ForeignOption("use data_parallel_size", (0,)),
+    "data_parallel_address": ForeignOption("use data_parallel_size"),
+    "data_parallel_rpc_port": ForeignOption("use data_parallel_size"),
+    "data_parallel_backend": ForeignOption("use data_parallel_size", ("mp",)),
+    "data_parallel_hybrid_lb": _switch("start a server per rank, with data_parallel_rank"),
+    "data_parallel_external_lb": _switch("start a server per rank, with data_parallel_rank"),
+    "data_parallel_multi_port_external_lb": _switch(
+        "start a server per rank, with data_parallel_rank"
+    ),
     "uvicorn_log_level": ForeignOption("use log_level", ("info",)),
     "enable_log_requests": _switch("use access_log"),
     "enable_log_outputs": _switch("outputs are not logged"),
@@ -215,7 +217,7 @@ def leave_out_foreign(options: Mapping[str, Any]) -> dict[str, Any]:
         del kept[name]
         if value in (None, False, "", [], {}, ()) or value in foreign.neutral:
             continue
-        if foreign in NOT_SUPPORTED.values():
+        if _key(name) in NOT_SUPPORTED:
             raise ConfigError(f"{name} is not supported: {foreign.text}")
         logger.info("%s is ignored: %s", name, foreign.text)
     return kept
@@ -223,5 +225,9 @@ def leave_out_foreign(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def find_foreign(name: str) -> ForeignOption | None:
     """vLLM's option of this name or flag, if it is none here."""
-    key = name.removeprefix("--").replace("-", "_")
+    key = _key(name)
     return NOT_NEEDED.get(key) or NOT_SUPPORTED.get(key)
+
+
+def _key(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")

@@ -46,8 +46,8 @@ class NgramIndex:
     def find(self) -> tuple[int, int] | None:
         """Matched tokens and place of the longest match, the last one of that length, if any.
 
-        The place is the position after the match. A match that goes on from the last call counts
-        with all its tokens.
+        The place is the position after the match. A match that continues the one of the last
+        call counts with all its tokens.
         """
         tail = self._tokens[-(self._sizes[0] // TOKEN_BYTES) :].tobytes()
         if tail[-self._sizes[-1] :] not in self._next:

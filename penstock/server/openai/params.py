@@ -113,7 +113,7 @@ def beam_params(body: CompletionBody) -> BeamSearchParams | None:
         return None
     for name in _NOT_WITH_BEAMS:
         if getattr(body, name, None):
-            raise InputError(f"{name} cannot be combined with use_beam_search", name)
+            raise InputError(f"{name} cannot be combined with use_beam_search: leave one out", name)
     return BeamSearchParams(
         beam_width=body.n or 1,
         max_tokens=2**31 - 1,  # the request's own limit holds
