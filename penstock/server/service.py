@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
@@ -256,7 +255,7 @@ class Service:
         """Make an id for the engine. It is unique even if clients repeat their ids."""
         return f"{request_id}-{next(self._numbers)}"
 
-    async def outputs(
+    def outputs(
         self, requests: Sequence[PreparedRequest], timeout_s: float | None = None
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Stream the outputs of several requests, each with its request's index.
@@ -271,9 +270,7 @@ class Service:
         self.check_queue(len(children))  # again, now with the real number
         check_weight(children[0], len(children), field)
         run = self._stream if requests[0].beams is None else self._search_beams
-        async with contextlib.aclosing(run(requests, timeout_s)) as outputs:
-            async for index, output in outputs:
-                yield index, output
+        return run(requests, timeout_s)
 
     async def _search_beams(
         self, requests: Sequence[PreparedRequest], timeout_s: float | None
