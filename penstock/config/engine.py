@@ -117,6 +117,10 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor_parallel_size: int = option(1, "Number of tensor-parallel ranks, one process each.")
+    pipeline_parallel_size: int = option(
+        1,
+        "Number of pipeline stages. Each holds some of the layers, on tensor_parallel_size ranks.",
+    )
     data_parallel_size: int = option(
         1,
         "Number of replicas: engines with the whole model behind one endpoint. They cover for each "
@@ -139,7 +143,8 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self, "tensor_parallel_size", "data_parallel_size", least=1)
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        require(self, *sizes, least=1)
         require(self, "data_parallel_rank", least=0)
         if self.data_parallel_size > MOST_REPLICAS:
             raise ConfigError(
@@ -152,6 +157,11 @@ class ParallelConfig:
             )
         for index in range(len(self.replica_devices)):
             self.devices_of(index)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def devices_of(self, replica: int) -> tuple[int, ...]:
         """The GPUs or cores in `replica_devices`. Empty: none are given for this replica."""
@@ -237,6 +247,8 @@ class EngineConfig:
         if self.model.skip_tokenizer_init and self.model.chat_template is not None:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
         self.speculative.check_ranks(self.parallel.tensor_parallel_size)
+        if self.parallel.pipeline_parallel_size > 1:
+            raise ConfigError("pipeline_parallel_size must be 1 in this version")
 
     @classmethod
     def sections(cls) -> dict[str, type]:

@@ -111,7 +111,6 @@ NOT_SUPPORTED = {
     "scheduler_cls": ForeignOption("use scheduling_policy"),
     "max_num_partial_prefills": ForeignOption("use long_prefill_token_threshold", (1,)),
     "max_long_partial_prefills": ForeignOption("use long_prefill_token_threshold", (1,)),
-    "pipeline_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
     "prefill_context_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
     "decode_context_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
     "enable_expert_parallel": _switch("use tensor_parallel_size: it splits every expert"),

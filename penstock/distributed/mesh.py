@@ -1,11 +1,12 @@
 """Mesh: owns a rank's position among the ranks of one engine, and the collectives between them.
 
-Each kind of parallelism is a field that holds this rank's group. Tensor parallelism is the only one
-so far.
+Each kind of parallelism is a field that holds this rank's group. World ranks are counted along
+tensor parallelism first: rank = stage * tp_size + tp_rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -44,16 +45,55 @@ class Mesh:
     """This process's position. The default is a single rank."""
 
     tp: RankGroup = field(default_factory=RankGroup)  # each rank holds a shard of every layer
+    pp: RankGroup = field(default_factory=RankGroup)  # rank = stage: each holds some of the layers
+    ep: RankGroup = field(default_factory=RankGroup)  # that the experts are spread over
+    world: RankGroup = field(default_factory=RankGroup)  # all ranks of the engine
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's step results carry those of the requests. One rank's do."""
+        return self.is_last_stage and self.tp.rank == 0
 
 
-def join_mesh(rank: int, size: int, store_path: str, backend: str) -> Mesh:
-    """Join the other ranks. They rendezvous through the file at `store_path`."""
+def join_mesh(rank: int, tp_size: int, pp_size: int, store_path: str, backend: str) -> Mesh:
+    """Join the other ranks. They rendezvous through the file at `store_path`.
+
+    `backend` names one for each kind of device. So every group takes tensors on the host, too.
+    """
+    size = tp_size * pp_size
     if size == 1:
         return Mesh()
     dist.init_process_group(backend, init_method=f"file://{store_path}", rank=rank, world_size=size)
-    return Mesh(tp=RankGroup(rank, size, dist.group.WORLD))
+    stages = [list(range(first, first + tp_size)) for first in range(0, size, tp_size)]
+    pipelines = [list(range(first, size, tp_size)) for first in range(tp_size)]
+    return Mesh(
+        tp=_join_group(rank, stages),
+        pp=_join_group(rank, pipelines),
+        world=RankGroup(rank, size, dist.group.WORLD),
+    )
+
+
+def _join_group(rank: int, groups: Sequence[Sequence[int]]) -> RankGroup:
+    """The group of world rank `rank`. All ranks must make all groups, in the same order."""
+    joined = RankGroup()
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        is_world = len(ranks) == dist.get_world_size()
+        process_group = dist.group.WORLD if is_world else dist.new_group(list(ranks))
+        if rank in ranks:
+            joined = RankGroup(ranks.index(rank), len(ranks), process_group)
+    return joined
 
 
 def leave_mesh(mesh: Mesh) -> None:
-    if mesh.tp.size > 1 and dist.is_initialized():
+    if mesh.world.size > 1 and dist.is_initialized():
         dist.destroy_process_group()

@@ -46,13 +46,13 @@ def build_engine(
     executor: Executor
     if drafter is not None and config.speculative.speculative_config is not None:
         raise ConfigError("drafter and speculative_config cannot be combined: drop one")
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.num_ranks == 1:
         executor = InProcessExecutor(config, source, processors, drafter)
     elif processors or drafter:
         raise ConfigError(
-            "with tensor_parallel_size > 1 the workers are other processes: give logits processors "
-            'as module:Class, and a drafter as speculative_config={"method": "custom", "model": '
-            '"module:Class"}'
+            "with tensor_parallel_size or pipeline_parallel_size > 1 the workers are other "
+            "processes: give logits processors as module:Class, and a drafter as "
+            'speculative_config={"method": "custom", "model": "module:Class"}'
         )
     else:
         executor = MultiProcessExecutor(config)

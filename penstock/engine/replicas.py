@@ -416,7 +416,7 @@ def check_cores(config: EngineConfig) -> None:
     """
     parallel, device = config.parallel, config.device
     if device.device == "cpu" and device.cpu_threads is None and not parallel.replica_devices:
-        threads_of_replica(parallel.data_parallel_size, parallel.tensor_parallel_size)
+        threads_of_replica(parallel.data_parallel_size, parallel.num_ranks)
 
 
 def replica_config(config: EngineConfig, index: int) -> EngineConfig:
@@ -428,7 +428,7 @@ def replica_config(config: EngineConfig, index: int) -> EngineConfig:
     device = dataclasses.replace(
         config.device,
         device_ids=parallel.devices_of(index),
-        first_gpu=index * parallel.tensor_parallel_size,
+        first_gpu=index * parallel.num_ranks,
         num_replicas=num_replicas,
     )
     # KV events carry the rank, and their ports are offset by it.

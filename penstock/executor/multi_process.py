@@ -46,7 +46,7 @@ class MultiProcessExecutor:
     """Sends every call to all ranks. Returns the results of rank 0."""
 
     def __init__(self, config: EngineConfig) -> None:
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []  # for receiving

@@ -35,7 +35,11 @@ def serve(connection: Connection) -> None:
     hello = msgspec.msgpack.decode(connection.recv_bytes(), type=Hello)
     setup_logging(hello.config.observability.log_level if hello.rank == 0 else "error")
     platform = detect_platform(hello.config.device, hello.rank, hello.size)
-    mesh = join_mesh(hello.rank, hello.size, hello.store_path, platform.backend)
+    parallel = hello.config.parallel
+    mesh = join_mesh(
+        hello.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+        hello.store_path, platform.backend,
+    )  # fmt: skip
     decoder = msgspec.msgpack.Decoder(Call)
     try:
         source = resolve_source(hello.config.model, hello.config.load)

@@ -135,7 +135,7 @@ class Worker:
             capture_graphs=(
                 self.model.can_capture
                 and not self.config.device.enforce_eager
-                and self.mesh.tp.size == 1
+                and self.mesh.world.size == 1
             ),
             dtype=self.dtypes.compute,
             routed_experts=self.routed_experts,
@@ -155,9 +155,9 @@ class Worker:
         self._steps.sample(masks)
 
     def collect(self) -> StepResult:
-        """Return the oldest step's result. Only rank 0 includes the results of requests."""
+        """Return the oldest step's result. Only one rank includes the results of requests."""
         result = self._steps.collect()
-        return result if self.mesh.tp.rank == 0 else msgspec.structs.replace(result, results=[])
+        return result if self.mesh.reports else msgspec.structs.replace(result, results=[])
 
     def reset(self) -> None:
         """Forget all requests and run steps again. Call it after a failed step."""

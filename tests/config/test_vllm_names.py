@@ -51,7 +51,7 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
     config = EngineConfig.from_options(
         {
             "trust_remote_code": False,
-            "pipeline_parallel_size": 1,
+            "enable_sleep_mode": False,
             "cpu_offload_gb": 0,
             "tokenizer_mode": "auto",
             "max_num_seqs": 7,
@@ -83,7 +83,7 @@ def test_a_file_may_hold_vllms_options(tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "message"),
     [
         (["--trust-remote-code"], "--trust-remote-code is not supported: Penstock runs no code"),
-        (["-pp", "2"], "--pipeline-parallel-size is not supported: use tensor_parallel_size"),
+        (["-pp", "0"], "pipeline_parallel_size must be at least 1"),
         (["--swap-space", "4", "--enable-sleep-mode"], "--enable-sleep-mode is not supported"),
         (["--compilation-config.level", "3", "--grpc"], "--grpc is not supported: use HTTP"),
         (["--no-trust-remote-code", "-O3", "-tp", "0"], "tensor_parallel_size must be at least 1"),
