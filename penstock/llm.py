@@ -244,6 +244,7 @@ class LLM(PoolingMethods):
         """
         from penstock.engine.beam_search import BeamSearch
 
+        self.frontend.check_beams()
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1, 2**31 - 1)
         items = with_priorities(prompts, None)

@@ -16,6 +16,7 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 # The sampling parameters that generation_config.json gives defaults for.
 GENERATION_CONFIG_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
 
@@ -62,6 +63,12 @@ class ModelConfig:
     max_logprobs: int = option(
         20,
         "Maximum number of logprobs per position that a request can ask for; -1: no limit.",
+    )
+    logprobs_mode: LogprobsMode = option(
+        "raw_logprobs",
+        "What logprobs of output tokens hold. raw: from the model's logits; processed: after "
+        "masks, biases, penalties, temperature and truncation; logits: without the softmax. "
+        "Logprobs of prompt tokens are always raw_logprobs.",
     )
     generation_config: Literal["auto", "none", "vllm"] = option(
         "auto",

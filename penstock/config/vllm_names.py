@@ -97,7 +97,6 @@ NOT_SUPPORTED = {
     "tokenizer_revision": ForeignOption("give tokenizer a folder"),
     "quantization_config": ForeignOption("use quantization, or config.json's own"),
     "model_loader_extra_config": ForeignOption("use load_format"),
-    "logprobs_mode": ForeignOption("logprobs are of raw logits", ("raw_logprobs",)),
     "enable_prompt_embeds": _switch("send prompts as text or token IDs"),
     "enable_sleep_mode": _switch("stop the server: a start takes seconds"),
     "cpu_offload_gb": ForeignOption("quantize the weights, or use more GPUs", (0,)),

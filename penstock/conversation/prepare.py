@@ -177,6 +177,7 @@ def prepare_request(
         raise wrong  # now, not after the request has reached the engine
     if options.beams is None:
         return prepared
+    frontend.check_beams()
     if child.sampling.is_masked:
         raise InputError(
             "use_beam_search cannot be combined with tool calls that are enforced: leave one out",

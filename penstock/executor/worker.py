@@ -141,6 +141,7 @@ class Worker:
             routed_experts=self.routed_experts,
             pooler=self.pooler,
             adapters=self.adapters,
+            logprobs_mode=self.config.model.logprobs_mode,
         )
         self._steps = StepQueue(self.runner)
 

@@ -30,6 +30,7 @@ MAX_CHUNK_ELEMENTS = 2**24
 
 NEG_INF = float("-inf")
 SMALLEST_FLOAT32 = torch.finfo(torch.float32).tiny
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 GREEDY = SMALLEST_FLOAT32
 """The value for temperature 0 in the tables."""
 
@@ -127,6 +128,11 @@ def unpack_bitmask(bits: Tensor, vocab_size: int) -> Tensor:
     return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
 
 
+def mask_tokens(logits: Tensor, allowed: Tensor) -> Tensor:
+    """A copy of `logits`, [rows, vocab], with -inf for tokens whose bit is not set."""
+    return logits.masked_fill(~unpack_bitmask(allowed, logits.shape[1]), NEG_INF)
+
+
 def scale_logits(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
     """(logits - best) / temperature, where best is the row's maximum.
 
@@ -134,6 +140,29 @@ def scale_logits(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
     float32; best, temperature: [rows].
     """
     return (logits - best[:, None]).div_(temperature[:, None])
+
+
+def processed_logits(
+    logits: Tensor,  # [rows, vocab]
+    slots: Tensor,  # [rows] int64
+    floats: Tensor,  # as for `choose_tokens`
+    ints: Tensor,
+) -> Tensor:
+    """The logits that tokens are drawn from: by temperature, -inf for truncated tokens.
+
+    Rows with temperature 0 stay as they are. [rows, vocab] float32
+    """
+    logits, temperature = logits.float(), floats[slots, 0]
+    best = logits.amax(-1)
+    scaled = scale_logits(logits, best, temperature)
+    cutoff = truncation_cutoff(
+        scaled, Truncation(floats[slots, 1], ints[slots, 0], floats[slots, 2])
+    )
+    is_random = (temperature > GREEDY)[:, None]
+    # The lowest temperatures would overflow.
+    divided = scaled + (best / temperature).clamp(-LARGEST_FLOAT32, LARGEST_FLOAT32)[:, None]
+    divided = divided.masked_fill_(scaled < cutoff[:, None], NEG_INF)
+    return torch.where(is_random, divided, logits)
 
 
 def token_mass(scaled: Tensor) -> Tensor:
@@ -208,7 +237,7 @@ def choose_tokens(
     best, tokens = logits.max(-1)
     faulted = ~torch.isfinite(best)
     if allowed is not None:
-        logits = logits.masked_fill(~unpack_bitmask(allowed, logits.shape[1]), NEG_INF)
+        logits = mask_tokens(logits, allowed)
         best, tokens = logits.max(-1)
         faulted |= ~torch.isfinite(best)
     if draws:
@@ -223,15 +252,22 @@ def choose_tokens(
 
 
 def top_logprobs(
-    logits: Tensor, token_ids: Tensor, k: int, named: tuple[Tensor, Tensor] | None = None
+    logits: Tensor,
+    token_ids: Tensor,
+    k: int,
+    named: tuple[Tensor, Tensor] | None = None,
+    normalize: bool = True,
 ) -> TopLogprobs:
-    """Log-probabilities under the unchanged logits, in float32.
+    """Log-probabilities under these logits, in float32.
 
     logits: [rows, vocab], token_ids: [rows]; k = 0 gives only the tokens' own. `named`: some rows,
-    [n] int64, and the tokens, [n, width] int64, that replace the top ones there.
+    [n] int64, and the tokens, [n, width] int64, that replace the top ones there. Without
+    `normalize` the values are the logits themselves.
     """
     vocab_size = logits.shape[1]
-    logprobs = logits.to(torch.float32).log_softmax(-1)
+    logprobs = logits.to(torch.float32)
+    if normalize:
+        logprobs = logprobs.log_softmax(-1)
     chosen = logprobs.gather(1, token_ids[:, None].to(torch.int64))
     ranks = (logprobs > chosen).sum(-1) + 1
     if k == 0:

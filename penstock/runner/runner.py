@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from penstock.config.model import LogprobsMode
 from penstock.models.base import Hidden, Model
 from penstock.protocol.adapter import Job
 from penstock.protocol.kv import KVCacheLayout
@@ -73,6 +74,7 @@ class ModelRunner:
         routed_experts: RoutedExpertsRecorder | None = None,
         pooler: Pooler | None = None,
         adapters: AdapterStore | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.model = model
         self.drafter = drafter
@@ -105,7 +107,7 @@ class ModelRunner:
             self.memory.second_segments = self.tables.mark_segments()
             self.head = PoolingHead(pooler, self.tables)
             return
-        sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors)
+        sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors, logprobs_mode)
         self.head = head = GenerationHead(model, self.tables, sampler, drafter)
         if layout.is_recurrent:
             head.replay = self.steps.replay

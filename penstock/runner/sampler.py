@@ -1,8 +1,9 @@
 """The sampler: chooses one token per row of logits, with the parameters of the row's request.
 
-The order for each row is vLLM's, with its raw logprobs:
+The order for each row is vLLM's:
 
-1. log-probabilities, from the logits as the model gave them;
+1. log-probabilities, from the logits as the model gave them (unless `logprobs_mode` asks for those
+   after step 5);
 2. masks: grammar, allowed_token_ids, min_tokens, bad_words; then logit_bias;
 3. custom processors;
 4. repetition penalty, then frequency and presence penalties;
@@ -25,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.config.model import LogprobsMode
 from penstock.ops import sampling as reference
 from penstock.ops.sampling import NEG_INF
 from penstock.protocol.step import NewRequest
@@ -36,6 +38,7 @@ CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS | Feature.
 """Features that change logits before the draw."""
 IGNORED = int(Feature.PROCESSORS | Feature.LOGPROBS | Feature.NAMED_LOGPROBS)
 """Features that drafts do without."""
+PROCESSED = ("processed_logprobs", "processed_logits")
 
 
 ChooseTokens = Callable[..., tuple[Tensor, Tensor]]
@@ -119,6 +122,7 @@ class Sampler:
         device: torch.device | str,
         choose_tokens: ChooseTokens,
         processors: Sequence[LogitsProcessor] = (),
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         num_slots = tables.token_ids.shape[0]
         self._tokens = tables
@@ -127,6 +131,7 @@ class Sampler:
         self._params = SamplingTables(num_slots, vocab_size, self._device)
         self._choose = choose_tokens
         self._processors = ProcessorHost(processors, num_slots)
+        self._logprobs_mode = logprobs_mode
 
     def add(self, slot: int, request: NewRequest) -> None:
         """A request enters an empty slot."""
@@ -168,7 +173,7 @@ class Sampler:
     def with_logprobs(
         self, logits: Tensor, tokens: Tensor, faulted: Tensor, rows: SamplingRows
     ) -> SampledTokens:
-        """Add logprobs to tokens that were chosen from unchanged logits."""
+        """Add logprobs to tokens that were chosen from these logits."""
         features = self._params.features[rows.host_slots]
         return SampledTokens(tokens, faulted, {}, self._logprobs(logits, tokens, rows, features))
 
@@ -197,9 +202,12 @@ class Sampler:
             faulted[to_device(np.array(list(errors)), self._device)] = True
         if work is not logits or errors:
             tokens = tokens.masked_fill(faulted, 0)
-        return SampledTokens(
-            tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
-        )
+        shown = logits
+        if self._logprobs_mode in PROCESSED and used & Feature.LOGPROBS:
+            shown = work
+            if "allowed" in options:
+                shown = reference.mask_tokens(logits, options["allowed"])
+        return SampledTokens(tokens, faulted, errors, self._logprobs(shown, tokens, rows, features))
 
     def draft_kind(self, host_slots: NDArray[np.int64]) -> SamplingKind | None:
         """What `choose` must do for drafts of these requests; None if they need `draft`."""
@@ -293,16 +301,20 @@ class Sampler:
         if len(users) == 0:
             return None
         counts = self._params.num_logprobs[rows.host_slots[users]]
+        slots = rows.slots
         if len(users) < len(rows):
             index = to_device(users, self._device)
-            logits, tokens = logits[index], tokens[index]
+            logits, tokens, slots = logits[index], tokens[index], slots[index]
+        if self._logprobs_mode in PROCESSED:
+            logits = reference.processed_logits(logits, slots, *self._params.device_tables)
+        is_normal = self._logprobs_mode in ("raw_logprobs", "processed_logprobs")
         is_named = (features[users] & Feature.NAMED_LOGPROBS) != 0
         if not is_named.any():
-            values = reference.top_logprobs(logits, tokens, int(counts.max()))
+            values = reference.top_logprobs(logits, tokens, int(counts.max()), normalize=is_normal)
             return RowLogprobs(users, counts, values)
         own = np.flatnonzero(is_named)
         ids = self._params.logprob_ids.take(rows.host_slots[users[own]])
         named = (to_device(own, self._device), ids)
         num_top = int(counts[~is_named].max(initial=0))
-        values = reference.top_logprobs(logits, tokens, num_top, named)
+        values = reference.top_logprobs(logits, tokens, num_top, named, is_normal)
         return RowLogprobs(users, counts, values)

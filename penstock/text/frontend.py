@@ -81,6 +81,7 @@ class Frontend:
         self.max_model_len = max_model_len
         self.vocab_size = int(source.config["vocab_size"])
         self.max_logprobs = config.max_logprobs
+        self.logprobs_mode = config.logprobs_mode
         self.needs_every_row = config.enable_return_routed_experts  # including prompt tokens
         self.tokenizer: Tokenizer | None = None
         self.pool: TextPool | None = None
@@ -240,6 +241,15 @@ class Frontend:
         self.check_token_ids(token_ids, "prompt_token_ids")
         if len(token_ids) >= self.max_model_len:
             raise ContextOverflow(len(token_ids), self.max_model_len)
+
+    def check_beams(self) -> None:
+        """Raise `InputError` if sequences cannot be compared by their logprobs."""
+        if self.logprobs_mode in ("raw_logits", "processed_logits"):
+            raise InputError(
+                f"beam search needs logprobs, but the engine's logprobs_mode is "
+                f"{self.logprobs_mode}: set it to raw_logprobs",
+                "use_beam_search",
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

@@ -287,6 +287,22 @@ def test_named_logprobs_stand_beside_the_most_likely_of_other_rows() -> None:
     assert found[3].token_ids[1:] == [0]
 
 
+def test_processed_logprobs_know_the_masks() -> None:
+    cases = [make_case(0, temperature=0.0, logprobs=3), make_case(1, temperature=0.0)]
+    sampler, logits, rows = set_up(cases)
+    sampler._logprobs_mode = "processed_logprobs"
+    allowed = torch.full((2, (VOCAB + 31) // 32), -1, dtype=torch.int32)
+    allowed[0] = 0
+    allowed[0, 0] = 0b110  # tokens 1 and 2
+    logprobs = sampler.sample(logits, rows, allowed).logprobs
+    assert logprobs is not None
+    (entry,) = logprobs.by_row().values()
+    by_token = dict(zip(entry.token_ids, entry.logprobs, strict=True))
+    kept = logits[0, 1:3].log_softmax(-1).tolist()
+    assert [by_token[1], by_token[2]] == pytest.approx(kept, abs=1e-5)
+    assert sorted(by_token.values())[0] == -math.inf
+
+
 def test_named_logprobs_change_no_choice() -> None:
     plain, named = make_case(0), make_case(0, logprob_token_ids=[1])
     tokens = []
