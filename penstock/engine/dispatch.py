@@ -136,6 +136,11 @@ class Dispatch:
         """Requests that have to run alone here."""
         return list(self._quarantine)
 
+    @property
+    def waiting(self) -> list[str]:
+        """Suspects that are not on the engine now."""
+        return [request_id for request_id in self._quarantine if request_id not in self.running]
+
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method of `EngineCore`, in order with the requests sent before and after."""
         if not self.is_healthy:
@@ -163,8 +168,7 @@ class Dispatch:
         if request_ids and self.is_healthy:
             body = messages.encode(messages.Finish(list(request_ids)))
             self._engine.send(messages.FINISH, body)
-        if self._quarantine:
-            self._go_on()
+        self._go_on()  # the last suspect may be gone
 
     def vacate(self, request_ids: Iterable[str] | None = None) -> None:
         """Release these requests, or all on the engine. Tokens under way still arrive here."""

@@ -298,6 +298,8 @@ class ReplicaSet:
     def release(self, replica: int, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._place(self._ledger.records[request_id])
+        if self.members[replica].dispatch.suspects:
+            self._watch_waits()
 
     def on_ready(self, replica: int, info: EngineInfo) -> None:
         if self._router is not None:
@@ -382,11 +384,18 @@ class ReplicaSet:
             accused.setdefault(chosen.index, []).append(record.request_id)
         for index, request_ids in accused.items():
             self.members[index].dispatch.accuse(request_ids)
+            self._watch_waits()
 
     # -- waiting
 
+    @property
+    def _not_running(self) -> list[RequestRecord]:
+        """Requests on no engine: those that wait for a replica, and suspects for their turn."""
+        suspects = [i for item in self.members.values() for i in item.dispatch.waiting]
+        return [self._ledger.records[request_id] for request_id in (*self._waiting, *suspects)]
+
     def _watch_waits(self) -> None:
-        """Start the queue timeout for requests that wait here. Engines check their own."""
+        """Start the queue timeout for requests on no engine. Engines check their own."""
         if self._queue_timeout_s is not None and self._waits_timer is None:
             self._waits_timer = asyncio.get_running_loop().call_later(
                 self._queue_timeout_s / LOOKS_PER_WAIT, self._end_long_waits
@@ -396,16 +405,18 @@ class ReplicaSet:
         assert self._queue_timeout_s is not None
         self._waits_timer = None
         latest = time.monotonic() - self._queue_timeout_s
-        for record in [self._ledger.records[request_id] for request_id in self._waiting]:
-            if record.is_new and record.request.arrival_time < latest:
-                delta = EngineDelta(
-                    request_id=record.request_id,
-                    finish_reason=FinishReason.ERROR,
-                    error=waited_too_long(self._queue_timeout_s),
-                    can_retry=True,
-                )
-                self._ledger.take(record, delta, time.monotonic())
-        if self._waiting:
+        waiting = self._not_running
+        late = [item for item in waiting if item.is_new and item.request.arrival_time < latest]
+        for record in late:
+            delta = EngineDelta(
+                request_id=record.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=waited_too_long(self._queue_timeout_s),
+                can_retry=True,
+            )
+            self._ledger.take(record, delta, time.monotonic())
+        self.recall(late)
+        if len(waiting) > len(late):
             self._watch_waits()
 
 

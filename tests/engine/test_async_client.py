@@ -245,6 +245,40 @@ async def test_while_there_is_no_engine_nobody_waits_longer_than_the_queue_allow
     talks.close()
 
 
+@on_a_loop
+async def test_suspects_that_never_ran_wait_no_longer_than_the_queue_allows() -> None:
+    bench = Bench()
+    bench.client.replicas._queue_timeout_s = 0.05
+    streams = [bench.submit("first"), bench.submit("second")]
+    for _ in range(2):  # it dies before any step, and they are suspected the second time
+        bench.die()
+        bench.revive()
+    assert bench.dispatch_of(0).suspects == ["first", "second"]
+    bench.engine.take()
+    (end,) = await asyncio.wait_for(ends_of(streams[1]), 60)
+    assert end.can_retry
+    assert list(bench.client.records) == ["first"], "the engine checks those that it has"
+    bench.die()
+    (end,) = await asyncio.wait_for(ends_of(streams[0]), 60)
+    assert end.can_retry
+    stream = bench.submit("new")
+    assert bench.revive() == [("add", "new", [])]
+    stream.close()
+
+
+@on_a_loop
+async def test_when_the_client_of_the_last_suspect_leaves_the_others_go_on() -> None:
+    bench = Bench()
+    suspect = bench.submit("suspect")
+    bench.die("suspect")
+    assert bench.revive() == [("add", "suspect", [])]
+    others = bench.submit("other")
+    assert bench.engine.take() == []
+    suspect.close()
+    assert bench.engine.take() == [("finish", "suspect"), ("add", "other", [])]
+    others.close()
+
+
 @pytest.mark.parametrize("scarce", ["files", "sockets"])
 def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
     scarce: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
