@@ -21,6 +21,7 @@ from waiting import eventually
 
 from penstock.config import EngineConfig
 from penstock.engine.messages import EngineInfo, EngineStats
+from penstock.engine.metrics_observer import MetricsObserver
 from penstock.engine.observer import RequestRecord
 from penstock.observability.docs import render
 from penstock.observability.metrics import DECLARED, PREFIX, Metrics
@@ -30,7 +31,7 @@ from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.stats import AdapterStats, SchedulerStats
-from penstock.server.operations.metrics import MetricsObserver, observe, router
+from penstock.server.operations.metrics import observe, router
 from penstock.server.operations.throughput import ThroughputLog
 
 ROOT = Path(__file__).parents[2]
