@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -215,6 +216,17 @@ class ObservabilityConfig:
         "info", "Minimum log level. Logs go to standard error."
     )
     disable_log_stats: bool = option(False, "Do not log throughput.")
+    metrics_prefix: str = option(
+        "penstock:",
+        "Prefix of the model's metrics. vllm: makes dashboards for vLLM work unchanged.",
+    )
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
+            raise ConfigError(
+                "metrics_prefix must be letters, digits, _ and :, not beginning with a digit, "
+                f"got {self.metrics_prefix!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from penstock.config import CacheConfig
 from penstock.engine.messages import EngineInfo, EngineStats
-from penstock.observability.metrics import OF_ENGINES, Metrics
+from penstock.observability.declared import OF_ENGINES
+from penstock.observability.metrics import Metrics
 from penstock.scheduler.stats import AdapterStats, SchedulerStats, SpeculationStats
 
 # Metrics that are fields of the engine's snapshots.
@@ -92,6 +93,12 @@ class EngineMetrics:
     def show(self, stats: SchedulerStats) -> None:
         """Set the gauges."""
         self._set(GAUGES, stats)
+        waiting = {"capacity": stats.num_waiting - stats.num_deferred}
+        waiting["deferred"] = stats.num_deferred
+        for reason, count in waiting.items():
+            self._metrics.gauge(
+                "num_requests_waiting_by_reason", engine=self._label, reason=reason
+            ).set(count)
 
     def _count_drafts(self, now: SpeculationStats) -> None:
         before, self._speculation = self._speculation, now

@@ -39,6 +39,13 @@ class RequestRecord:
         return self.request.request_id
 
     @property
+    def family(self) -> str:
+        """The id that the `n` completions of one client's request share."""
+        request_id = self.request.request_id
+        is_one_of_many = not self.request.pools and self.request.sampling.n > 1
+        return request_id.rpartition("#")[0] if is_one_of_many else request_id
+
+    @property
     def is_new(self) -> bool:
         """Whether it has not run yet, as far as the client knows."""
         return not self.token_ids and not self.has_run and self.request.is_new

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.observability.metrics import DECLARED, Declared
+from penstock.observability.declared import DECLARED, Declared
 
 _INTRODUCTION = """\
 # Metrics
 
 <!-- Written by `python -m penstock.observability.docs > docs/metrics.md`; edit the table in
-penstock/observability/metrics.py. -->
+penstock/observability/declared.py. -->
 
 `penstock serve` exposes Prometheus metrics at `GET /metrics`.
 
@@ -34,8 +34,8 @@ that off.
 # Is the server overloaded? This stays above 0.
 penstock:num_requests_waiting
 # How long do users wait for the first token, and between tokens?
-histogram_quantile(0.95, rate(penstock:time_to_first_token_seconds_bucket[5m]))
-histogram_quantile(0.95, rate(penstock:inter_token_latency_seconds_bucket[5m]))
+histogram_quantile(0.95, sum by (le) (rate(penstock:time_to_first_token_seconds_bucket[5m])))
+histogram_quantile(0.95, sum by (le) (rate(penstock:inter_token_latency_seconds_bucket[5m])))
 # Is the KV cache too small? This stays above 0.
 rate(penstock:num_preemptions_total[5m])
 # What share of the prompts does the prefix cache serve?
@@ -52,11 +52,16 @@ max(penstock:num_requests_running) / avg(penstock:num_requests_running)
 
 ## Reference
 
-- The names are vLLM's with another prefix. To reuse a query, replace `vllm:` with `penstock:`.
-- Every metric has the label `model_name`: the first name that the model is served under.
-- Metrics of an engine have the label `engine`, the index of its [replica](scaling.md), 0 if there
-  is only one.
-- A client's request with `n` completions counts as `n` requests, except in `request_params_*`.
+- The names are vLLM's with another prefix. `--metrics-prefix vllm:` gives them vLLM's, so that its
+  dashboards and alerts work unchanged.
+- Metrics with the prefix have the label `model_name`: the first name that the model is served
+  under.
+- `engine` is the index of the [replica](scaling.md), 0 if there is only one. It is empty for
+  requests that ended before they were given to a replica.
+- A client's request with `n` completions counts as `n` requests, except in `request_params_*` and
+  `request_max_num_generation_tokens`.
+- The process that serves HTTP also exports the client library's `process_*` metrics, such as
+  `process_resident_memory_bytes` and `process_start_time_seconds`. Engines are other processes.
 - A completed request is one that finished with `stop` or `length`.
 - A histogram `x` is queried as `x_bucket`, `x_sum` and `x_count`. Its bucket bounds are 1, 2, 5,
   10, 20, 50, ... within the range given below.

@@ -127,6 +127,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + num_held,
+            num_deferred=num_held,
             num_steps_in_flight=len(self._in_flight),
             num_preemptions=self._num_preemptions,
             kv_cache_usage=self.kv.usage,

@@ -11,6 +11,7 @@ class SchedulerStats:
 
     num_running: int = 0
     num_waiting: int = 0  # at a gate, in the queue, for an adapter, or held for a retry
+    num_deferred: int = 0  # of those, the ones that are not in the queue
     num_steps_in_flight: int = 0
     num_preemptions: int = 0  # since the start
     kv_cache_usage: float = 0.0  # 0 to 1

@@ -19,6 +19,7 @@ from penstock.server.http.access import (
     is_admin_path,
     is_private_path,
 )
+from penstock.server.http.exchange import ExchangeObserver
 from penstock.server.http.middleware import (
     BodyLimit,
     Cors,
@@ -35,6 +36,7 @@ from penstock.server.openai import (
     tokenize,
 )
 from penstock.server.operations import admin, metrics, replicas
+from penstock.server.operations.http_metrics import HttpMetrics
 from penstock.server.pooling import cohere, embeddings, scores
 from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
@@ -77,6 +79,7 @@ def build_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.metrics = metrics.observe(service)
+    app.state.http_metrics = HttpMetrics()
     app.state.responses = ResponseRunner(service)
     for router in ROUTERS:
         app.include_router(router)
@@ -105,7 +108,8 @@ def build_app(service: Service) -> FastAPI:
         allow_credentials=config.allow_credentials,
         expose_headers=["X-Request-Id"],
     )
-    app.add_middleware(RequestContext)
+    observers: list[ExchangeObserver] = [app.state.http_metrics.on_exchange]
+    app.add_middleware(RequestContext, observers=observers)
     app.add_middleware(AnthropicErrors)
     app.add_middleware(TrailingSlash)
     return app

@@ -79,6 +79,9 @@ class Service:
         self.model_names = config.model.names
         self.created = int(time.time())
         self.is_draining = False
+        # Called when a completion with tools has ended: whether it was streamed, whether tools were
+        # called, and the API.
+        self.on_tool_turn: Callable[[bool, bool, str], None] = lambda *_: None
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
         self._slots = threading.Semaphore(NUM_TEXT_SLOTS)

@@ -16,30 +16,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Literal
 
 from penstock.conversation import prepare
 from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage, join_steps
 from penstock.conversation.request import TurnRequest
 from penstock.protocol.outputs import LogprobsAtPosition
+from penstock.protocol.sampling import OutputKind
 from penstock.server.service import Service, check_weight
 
+Api = Literal["chat_completions", "responses", "other"]
 
-def prepare_turn(service: Service, request: TurnRequest, request_id: str) -> Turn:
+
+def prepare_turn(service: Service, request: TurnRequest, request_id: str, api: Api) -> Turn:
     """Check, render and tokenize a turn. Raises `InputError`. Slow: call it in a thread."""
     prepared = prepare.prepare_turn(service.frontend, request, service.engine_id(request_id))
-    return Turn(service, prepared, request.options.timeout_s)
+    return Turn(service, prepared, request, api)
 
 
 class Turn:
     """One prepared turn. Call either `steps` or `whole`, once."""
 
     def __init__(
-        self, service: Service, prepared: prepare.PreparedTurn, timeout_s: float | None
+        self, service: Service, prepared: prepare.PreparedTurn, request: TurnRequest, api: Api
     ) -> None:
         self._service = service
         self._request = prepared.request
         self._reader = prepared.reader
-        self._timeout_s = timeout_s
+        self._timeout_s = request.options.timeout_s
+        self._has_tools = bool(request.tools) and request.tool_choice != "none"
+        self._api = api
+        self._is_streaming = request.params.output_kind is OutputKind.DELTA
         self.prompt_token_ids = prepared.request.children[0].prompt_token_ids
 
     def check_weight(self, num: int, field: str) -> None:
@@ -61,6 +68,9 @@ class Turn:
         async with contextlib.aclosing(outputs):
             async for _, output in outputs:
                 for step in self._reader.steps(output):
+                    if self._has_tools and step.finish_reason is not None:
+                        called = step.finish_reason == "tool_calls"
+                        self._service.on_tool_turn(self._is_streaming, called, self._api)
                     yield step
 
     async def whole(self) -> list[TurnAnswer]:

@@ -361,11 +361,6 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def is_first_child(request: EngineRequest) -> bool:
-    """Whether this is the first, or the only, engine request of a user's request."""
-    return request.pools or request.sampling.n == 1 or request.request_id.endswith("#0")
-
-
 def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:
     given = source.generation_config if config.generation_config == "auto" else {}
     values = {name: given[name] for name in GENERATION_CONFIG_NAMES if given.get(name) is not None}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import metric_names
 import msgspec
 import pytest
 from fastapi import FastAPI
@@ -23,14 +24,17 @@ from penstock.config import EngineConfig
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.metrics_observer import MetricsObserver
 from penstock.engine.observer import RequestRecord
+from penstock.observability.declared import DECLARED, OF_MODEL, PREFIX
 from penstock.observability.docs import render
-from penstock.observability.metrics import DECLARED, PREFIX, Metrics
+from penstock.observability.metrics import Metrics
 from penstock.protocol.delta import FinishReason
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.stats import AdapterStats, SchedulerStats
+from penstock.server.operations.http_metrics import HttpMetrics
 from penstock.server.operations.metrics import observe, router
 from penstock.server.operations.throughput import ThroughputLog
 
@@ -45,6 +49,8 @@ def parse(text: str) -> dict[str, float]:
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if not sample.name.startswith(PREFIX):
+                continue
             assert sample.labels["model_name"]
             label = sample.labels.get("finished_reason") or sample.labels.get("le")
             name = sample.name.removeprefix(PREFIX)
@@ -105,9 +111,71 @@ def complete(server: ServerProcess, prompt: list[int], **fields: Any) -> Any:
 
 def test_every_declared_metric_is_there_from_the_start(server: ServerProcess) -> None:
     names = {name.partition(":")[0] for name in scrape(server)}
-    declared = [name.removeprefix(PREFIX) for item in DECLARED for name in item.sample_names]
-    later = {"lora_requests_info", "spec_decode_num_accepted_tokens_per_pos_total"}
-    assert names == set(declared) - later  # their labels are known with LoRA or a drafter only
+    declared = [name.removeprefix(PREFIX) for item in OF_MODEL for name in item.sample_names]
+    later = {  # their labels are known with LoRA, a drafter or tools only
+        "lora_requests_info",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "tool_call_parser_invocations_total",
+    }
+    assert names == set(declared) - later
+
+
+def test_http_and_process_metrics_are_there(server: ServerProcess) -> None:
+    def get() -> dict[tuple[str, str], float]:
+        return {
+            (sample.name, sample.labels.get("handler", "")): sample.value
+            for family in text_string_to_metric_families(server.get("/metrics").text)
+            for sample in family.samples
+        }
+
+    server.get("/v1/models")
+    before = get()
+    assert {name for name, _ in before} >= set(metric_names.OTHERS)
+    complete(server, [1, 2, 3], max_tokens=2)
+    server.get("/v1/models")
+    server.get("/nowhere")
+    after = get()
+
+    def grown(name: str, handler: str) -> float:
+        return after[name, handler] - before.get((name, handler), 0.0)
+
+    assert grown("http_requests_total", "/v1/models") == 1
+    assert grown("http_requests_total", "/v1/completions") == 1
+    assert grown("http_requests_total", "none") == 1
+    assert grown("http_request_duration_seconds_count", "/v1/completions") == 1
+    assert grown("http_request_size_bytes_sum", "/v1/completions") > 0
+    assert grown("http_response_size_bytes_sum", "/v1/completions") > 0
+
+
+def test_every_metric_of_vllm_that_applies_is_there() -> None:
+    declared = {item.name: item for item in OF_MODEL}
+    kinds = {
+        "gauge": metric_names.GAUGES,
+        "counter": metric_names.COUNTERS,
+        "histogram": metric_names.HISTOGRAMS,
+    }
+    for kind, names in kinds.items():
+        for name in names:
+            if name in metric_names.DO_NOT_APPLY:
+                assert name not in declared, f"{name} applies by now: say so"
+                continue
+            assert declared[name].kind == kind, name
+            wanted = set(metric_names.LABELS.get(name, ()))
+            if name not in metric_names.WITHOUT_ENGINE:
+                wanted.add("engine")
+            assert wanted <= set(declared[name].labels), name
+
+
+def test_the_prefix_can_be_vllms() -> None:
+    config = EngineConfig.from_options({"metrics_prefix": "vllm:"})
+    observer = MetricsObserver(config, "m")
+    observer.on_ready(0, INFO)
+    text = observer.metrics.render().decode()
+    assert 'vllm:num_requests_running{engine="0",model_name="m"} 0.0' in text
+    assert 'vllm:generation_tokens_total{engine="0",model_name="m"} 0.0' in text
+    assert PREFIX not in text
+    with pytest.raises(ConfigError, match=r"metrics_prefix must be letters, .*, got '9 lives'"):
+        EngineConfig.from_options({"metrics_prefix": "9 lives"})
 
 
 def test_known_requests_are_counted_exactly(server: ServerProcess) -> None:
@@ -122,6 +190,10 @@ def test_known_requests_are_counted_exactly(server: ServerProcess) -> None:
 
     assert by("prompt_tokens_total") == 40 + 40 + 3 * 10
     assert by("generation_tokens_total") == 5 + 5 + 3 * 4
+    assert by("prompt_tokens_cached_total") == 32
+    assert by("request_prefill_kv_computed_tokens_sum") == 40 + 8 + 3 * 10
+    assert by("request_max_num_generation_tokens_count") == 3
+    assert by("request_max_num_generation_tokens_sum") == 5 + 5 + 4
     assert by("prefix_cache_queries_total") == 40 + 40 + 3 * 10
     assert by("prefix_cache_hits_total") == 32
     assert by("request_success_total:length") == 5
@@ -142,6 +214,7 @@ def test_known_requests_are_counted_exactly(server: ServerProcess) -> None:
         "e2e_request_latency_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "request_prefill_kv_computed_tokens",
     ):
         assert by(f"{name}_count") == 5, name
     assert by("inter_token_latency_seconds_count") == 4 + 4 + 3 * 3
@@ -286,6 +359,7 @@ def test_gauges_are_zero_while_the_engine_is_gone() -> None:
         client=SimpleNamespace(replicas=SimpleNamespace(running=[]))
     )
     app.state.metrics = MetricsObserver(EngineConfig(), "m")
+    app.state.http_metrics = HttpMetrics()
     app.state.responses = SimpleNamespace(store=SimpleNamespace(num_entries=0, num_bytes=0))
     app.state.metrics.on_stats(0, stats(num_running=3, num_preemptions=2, kv_cache_usage=0.5))
     samples = parse(TestClient(app).get("/metrics").text)
@@ -321,10 +395,10 @@ def test_counters_go_on_after_the_engine_has_been_replaced() -> None:
 
 def test_registries_are_apart() -> None:
     one, other = Metrics("one"), Metrics("other")
-    one.counter("prompt_tokens").inc(5)
-    other.counter("prompt_tokens")
-    assert b'prompt_tokens_total{model_name="other"} 0.0' in other.render()
-    assert b'prompt_tokens_total{model_name="one"} 5.0' in one.render()
+    one.counter("requests_replayed").inc(5)
+    other.counter("requests_replayed")
+    assert b'requests_replayed_total{model_name="other"} 0.0' in other.render()
+    assert b'requests_replayed_total{model_name="one"} 5.0' in one.render()
 
 
 def record(
@@ -424,7 +498,7 @@ def test_the_dashboard_queries_only_what_exists() -> None:
 @pytest.mark.parametrize("amount", [0.0, 0.001, 0.0011, 0.3, 1e9])
 def test_many_equal_values_at_once_are_as_many_observations(amount: float) -> None:
     at_once, one_by_one = Metrics("tiny"), Metrics("tiny")
-    at_once.histogram("inter_token_latency_seconds").observe_many(amount, 4)
+    at_once.histogram("inter_token_latency_seconds", engine="0").observe_many(amount, 4)
     for _ in range(4):
-        one_by_one.histogram("inter_token_latency_seconds").observe(amount)
+        one_by_one.histogram("inter_token_latency_seconds", engine="0").observe(amount)
     assert at_once.render() == one_by_one.render()

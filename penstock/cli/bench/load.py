@@ -157,7 +157,7 @@ async def read_drafts(client: HttpClient, timeout_s: float) -> DraftTotals | Non
     text = content.body.decode(errors="replace")
     totals = []
     for field in fields(DraftTotals):
-        found = re.findall(rf"^\w+:spec_decode_{field.name}_total(?:{{.*}})? (\S+)$", text, re.M)
+        found = re.findall(rf"^[\w:]*spec_decode_{field.name}_total(?:{{.*}})? (\S+)$", text, re.M)
         if not found:
             return None
         totals.append(int(sum(map(float, found))))

@@ -55,7 +55,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
     def prepare() -> Turn:
         try:
-            return prepare_turn(service, turn_request(service, body), message_id)
+            return prepare_turn(service, turn_request(service, body), message_id, "other")
         except ContextOverflow as error:  # Anthropic's clients recognize this text
             longest = error.max_model_len - 1
             message = f"prompt is too long: {error.num_tokens} tokens > {longest} maximum"

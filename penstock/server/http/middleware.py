@@ -6,7 +6,9 @@ It is plain ASGI, so that handlers notice when a client disconnects.
 from __future__ import annotations
 
 import re
+import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.server.http.access import route_path
 from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import error_response, response_of
+from penstock.server.http.exchange import ExchangeObserver, HttpExchange
 from penstock.server.http.routing import read_route
 from penstock.server.service import current_body_bytes
 
@@ -26,8 +29,12 @@ PAGES = frozenset({"", "/", "/docs"})
 class RequestContext(HttpMiddleware):
     """Gives each request an id (the client's if it sent one) and turns exceptions into errors.
 
-    Also sets `current_route`.
+    Also sets `current_route`. `observers` are told of every request when its response has ended.
     """
+
+    def __init__(self, app: ASGIApp, observers: Sequence[ExchangeObserver] = ()) -> None:
+        super().__init__(app)
+        self._observers = observers
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -35,13 +42,21 @@ class RequestContext(HttpMiddleware):
         sent = headers.get("x-request-id", "")
         request_id = sent if VALID_REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        has_started = False
+        client = scope.get("client")
+        exchange = HttpExchange(
+            request_id, client[0] if client else "", scope["method"], scope["path"]
+        )
+        scope = {**scope}  # routing adds the route to it
+        has_started, began = False, time.monotonic()
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
+                exchange.status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            else:
+                exchange.num_bytes_sent += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -50,6 +65,12 @@ class RequestContext(HttpMiddleware):
             response = response_of(error, request_id)  # also logs it
             if not has_started:
                 await response(scope, receive, send_with_id)
+        finally:
+            exchange.duration_s = time.monotonic() - began
+            exchange.handler = getattr(scope.get("route"), "path", "none")
+            exchange.num_bytes_received = scope["state"].get("num_body_bytes", 0)
+            for observer in self._observers:
+                observer(exchange)
 
 
 class Cors(CORSMiddleware):
@@ -107,6 +128,7 @@ class BodyLimit(HttpMiddleware):
             if num_bytes > self._max_bytes:
                 raise HTTPException(413, message, headers={"Connection": "close"})
             current_body_bytes.set(num_bytes)
+            scope["state"]["num_body_bytes"] = num_bytes
             return part
 
         await self.app(scope, receive_some, send)
@@ -128,9 +150,9 @@ class TrailingSlash(HttpMiddleware):
 
 
 class HeadAsGet(HttpMiddleware):
-    """Handles HEAD as GET. The server omits the body."""
+    """Handles HEAD as GET. The server, which has a scope of its own, omits the body."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
+            scope["method"] = "GET"
         await self.app(scope, receive, send)

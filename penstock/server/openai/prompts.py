@@ -36,7 +36,9 @@ MAX_PROMPT_LOGPROBS = 1024 * 1024  # per answer with several completions of a pr
 def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> Turn:
     try:
         params = chat_params(body, service.frontend.default_params, service.server_config)
-        return prepare_turn(service, turn_request(body, body.messages, params), request_id)
+        return prepare_turn(
+            service, turn_request(body, body.messages, params), request_id, "chat_completions"
+        )
     except ContextOverflow as error:
         raise error.of_field("messages") from error
     except InputError as error:

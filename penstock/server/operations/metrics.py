@@ -8,6 +8,7 @@ from fastapi.responses import PlainTextResponse
 from penstock.engine.metrics_observer import MetricsObserver
 from penstock.observability.metrics import CONTENT_TYPE
 from penstock.server.http.errors import describe_errors
+from penstock.server.operations.http_metrics import HttpMetrics
 from penstock.server.operations.throughput import ThroughputLog
 from penstock.server.responses.runner import ResponseRunner
 from penstock.server.service import Service
@@ -24,7 +25,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     observer.count_tokens()
     runner: ResponseRunner = request.app.state.responses
     observer.show_stored(runner.store.num_entries, runner.store.num_bytes)
-    return PlainTextResponse(observer.metrics.render(), media_type=CONTENT_TYPE)
+    http: HttpMetrics = request.app.state.http_metrics
+    return PlainTextResponse(observer.metrics.render() + http.render(), media_type=CONTENT_TYPE)
 
 
 def observe(service: Service) -> MetricsObserver:
@@ -33,6 +35,7 @@ def observe(service: Service) -> MetricsObserver:
     for replica, info in service.client.replicas.infos.items():
         observer.on_ready(replica, info)
     service.client.observers.append(observer)
+    service.on_tool_turn = observer.on_tool_turn
     if not service.config.observability.disable_log_stats:
         service.client.observers.append(ThroughputLog())
     return observer

@@ -249,7 +249,7 @@ def prepare(
     with renamed_fields():
         if leave_out_oldest:
             request = _fit(service, request)
-        return prepare_turn(service, request, request_id), request
+        return prepare_turn(service, request, request_id, "responses"), request
 
 
 def _fit(service: Service, request: TurnRequest) -> TurnRequest:

@@ -1,6 +1,7 @@
 // Reads Prometheus's text format, and turns its counters into what happened between two looks.
 
-const PREFIX = "penstock:";
+// --metrics-prefix may be another one. It is what stands before this metric, which is always there.
+const prefixOf = (text) => /^([\w:]*?)num_requests_running\{/m.exec(text)?.[1] ?? "penstock:";
 
 const SHARES = ["kv_cache_usage_perc"];
 
@@ -8,10 +9,11 @@ const SHARES = ["kv_cache_usage_perc"];
 export function parseMetrics(text) {
   const values = new Map();
   const counts = new Map();
+  const prefix = prefixOf(text);
   for (const line of text.split("\n")) {
-    if (!line.startsWith(PREFIX)) continue;
+    if (!line.startsWith(prefix)) continue;
     const nameEnd = line.search(/[{ ]/);
-    const name = line.slice(PREFIX.length, nameEnd);
+    const name = line.slice(prefix.length, nameEnd);
     if (name.endsWith("_bucket")) continue;
     const value = Number(line.slice(line.lastIndexOf(" ") + 1));
     values.set(name, (values.get(name) ?? 0) + value);
@@ -25,12 +27,12 @@ export function parseMetrics(text) {
 
 /** How many engines there are. */
 export function engines(text) {
-  return (text.match(/^penstock:num_requests_running\{/gm) ?? []).length;
+  return (text.match(/^[\w:]*num_requests_running\{/gm) ?? []).length;
 }
 
 /** Whether the engine says that its model needs no KV cache. */
 export function hasNoCache(text) {
-  return /^penstock:cache_config_info\{[^}]*num_blocks="[01]"/m.test(text);
+  return /^[\w:]*cache_config_info\{[^}]*num_blocks="[01]"/m.test(text);
 }
 
 /** One point of each chart, from two looks `seconds` apart; null where nothing can be said. */
