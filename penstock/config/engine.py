@@ -260,7 +260,20 @@ class EngineConfig:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
         self.speculative.check_ranks(self.parallel.tensor_parallel_size)
         if self.parallel.pipeline_parallel_size > 1:
-            raise ConfigError("pipeline_parallel_size must be 1 in this version")
+            self._check_stages()
+
+    def _check_stages(self) -> None:
+        """Refuse what pipeline stages cannot do."""
+        if self.speculative.settings is not None:
+            raise ConfigError(
+                "speculative_config and pipeline_parallel_size > 1 cannot be combined: drop one, "
+                "or use tensor_parallel_size"
+            )
+        if self.model.enable_return_routed_experts:
+            raise ConfigError(
+                "enable_return_routed_experts and pipeline_parallel_size > 1 cannot be combined: "
+                "drop one, or use tensor_parallel_size"
+            )
 
     @classmethod
     def sections(cls) -> dict[str, type]:

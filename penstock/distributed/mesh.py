@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from penstock.protocol.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -61,6 +63,16 @@ class Mesh:
     def reports(self) -> bool:
         """Whether this rank's step results carry those of the requests. One rank's do."""
         return self.is_last_stage and self.tp.rank == 0
+
+    def layers_of_stage(self, num_layers: int) -> range:
+        """This stage's share of a model's layers. Raises ConfigError if some stage has none."""
+        stage, num_stages = self.pp.rank, self.pp.size
+        if num_stages > num_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size must be at most {num_layers}, the model's number of "
+                f"layers, got {num_stages}"
+            )
+        return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
 
 
 def join_mesh(rank: int, tp_size: int, pp_size: int, store_path: str, backend: str) -> Mesh:

@@ -157,6 +157,7 @@ def plan_cache(
         max_step_tokens=limits.max_num_batched_tokens,
         draft_specs=capabilities.draft_specs,
         num_draft_rows=limits.max_draft_rows,
+        stages=capabilities.stages,
     )
     fits = longest_request(layout, limits.max_model_len)
     if fits < limits.max_model_len:

@@ -152,19 +152,20 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
         """Launch a step. A step with grammars samples once its masks are filled.
 
-        Masks depend on all tokens before them. If no other step is in flight, these are known, and
-        another thread fills the masks while the model computes. Otherwise earlier steps are
-        collected after the launch, and the masks are filled while the model computes.
+        Masks depend on all tokens before them. If no other step of its requests is in flight, these
+        are known, and another thread fills the masks while the model computes. Otherwise earlier
+        steps are collected after the launch, and the masks are filled while the model computes.
         """
         masks = None
         deltas: list[EngineDelta] = []
         self._in_flight.append(plan.step_id)
         try:
-            if plan.masked and len(self._in_flight) == 1:
+            tokens_are_known = len(self._in_flight) == 1 or self.limits.num_stages > 1
+            if plan.masked and tokens_are_known:
                 masks = self._start_masks(plan)
             self.executor.launch(plan)
             if plan.masked:
-                while len(self._in_flight) > 1:
+                while len(self._in_flight) > 1 and not tokens_are_known:
                     deltas += self._update()
                 if self._in_flight:  # empty if an earlier step failed: then this one was skipped
                     self.executor.sample(self._masks_of(plan, masks))

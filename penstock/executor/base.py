@@ -11,6 +11,9 @@ from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingInfo
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
+Stages = list[tuple[list[str], int]]
+"""The cached layers of each pipeline stage, and the bytes for them on each of its ranks."""
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -23,10 +26,30 @@ class Capabilities:
     pooling: PoolingInfo | None = None  # for pooling models
     draft_specs: dict[str, AnyKVCacheSpec] = field(default_factory=dict)  # of a drafter's layers
     device: str = "cpu"  # or "cuda"
+    stages: Stages = field(default_factory=list)  # of all ranks together, if there are several
 
 
-def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:
-    """Return what all ranks support. Ranks may differ only in free memory: the least one counts."""
+def merge_capabilities(ranks: Sequence[Capabilities], num_stages: int = 1) -> Capabilities:
+    """Return what all ranks, in stages one behind the other, support.
+
+    Ranks of a stage may differ only in free memory: the least one counts. Stages have different
+    layers, and only the last one pools.
+    """
+    size = len(ranks) // num_stages
+    stages = [_merge_ranks(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+    last = stages[-1]
+    if num_stages == 1:
+        return last
+    specs = {name: spec for stage in stages for name, spec in stage.kv_specs.items()}
+    least = min(stage.kv_budget for stage in stages)
+    merged = replace(last, kv_specs=specs, kv_budget=least)
+    for stage in stages:
+        alike = replace(stage, kv_specs=specs, kv_budget=least, pooling=last.pooling)
+        assert alike == merged, f"stages differ: {alike} and {merged}"
+    return replace(merged, stages=[([*stage.kv_specs], stage.kv_budget) for stage in stages])
+
+
+def _merge_ranks(ranks: Sequence[Capabilities]) -> Capabilities:
     merged = replace(ranks[0], kv_budget=min(rank.kv_budget for rank in ranks))
     for rank in ranks:
         alike = replace(rank, kv_budget=merged.kv_budget)

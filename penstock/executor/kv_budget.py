@@ -34,6 +34,7 @@ def kv_budget(
     limits: StepLimits,
     generates: bool = True,
     draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
+    handed_dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes for the KV cache on this rank, draft layers included."""
     if config.cache.kv_cache_memory_bytes is not None:
@@ -43,7 +44,9 @@ def kv_budget(
         # The OS allocates pages when they are first written, so this is only an upper bound.
         num_shares = max(4, 2 * config.parallel.data_parallel_size)
         return min(available // num_shares, DEFAULT_CPU_KV_BYTES)
-    return _gpu_kv_budget(config, platform, model, kv_specs, limits, generates, draft_specs)
+    return _gpu_kv_budget(
+        config, platform, model, kv_specs, limits, generates, draft_specs, handed_dtype
+    )
 
 
 def _gpu_kv_budget(
@@ -54,13 +57,15 @@ def _gpu_kv_budget(
     limits: StepLimits,
     generates: bool,
     draft_specs: Mapping[str, KVCacheSpec],
+    handed_dtype: torch.dtype | None,
 ) -> int:
     """Usable GPU memory minus what is in use and what the largest step needs."""
     share = config.cache.gpu_memory_utilization
     total = torch.cuda.get_device_properties(platform.device).total_memory
     peak = measure_peak_step(
-        model, kv_specs, platform.device, limits, config.cache.block_size, generates, draft_specs
-    )
+        model, kv_specs, platform.device, limits, config.cache.block_size, generates, draft_specs,
+        handed_dtype,
+    )  # fmt: skip
     used = total - platform.available_memory()
     budget = int(total * share) - used - peak
     logger.info(
@@ -88,9 +93,11 @@ def measure_peak_step(
     block_size: int,
     generates: bool = True,
     draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
+    handed_dtype: torch.dtype | None = None,
 ) -> int:
     """Bytes that the largest step needs beyond the weights, plus `FIXED_BYTES`.
 
+    `handed_dtype`: of the states that an earlier pipeline stage hands on; None on the first stage.
     The step runs on a cache that has only the null block. It also compiles kernels, so that the
     first prompt does not wait for them.
     """
@@ -124,9 +131,14 @@ def measure_peak_step(
     if any(isinstance(spec, LatentSpec) for spec in specs.values()):
         # Tokens after computed ones use another attention path, with other memory needs.
         steps.append(replace(metadata, num_prompts=0, num_prompt_rows=0))
+    handed = None
+    if handed_dtype is not None:
+        states = torch.zeros((num_rows, model.hidden_size), dtype=handed_dtype, device=device)
+        handed = (states, torch.zeros_like(states))
     for step in steps:
         context = memory.context([step] * len(layout.groups), starts, torch.zeros_like(rows))
-        hidden = forward(model, ForwardInputs(torch.zeros_like(rows), rows % longest, context))
+        inputs = ForwardInputs(torch.zeros_like(rows), rows % longest, context, handed)
+        hidden = forward(model, inputs)
         if generates:
             num_samples = limits.max_num_seqs * (1 + limits.num_drafts)
             model.logits(hidden, rows[:num_samples]).float().argmax(-1)

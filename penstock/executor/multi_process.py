@@ -14,7 +14,8 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,12 @@ failed one never will. What was not sent is sent later, while waiting for answer
 
 
 class MultiProcessExecutor:
-    """Sends every call to all ranks. Returns the results of rank 0."""
+    """Sends every call to all ranks. The results of a step are those of one rank.
+
+    With pipeline stages, the tokens of a step go to all other stages when it is collected. A stage
+    on a CPU computes while it reads a call. So it is asked for the result of a step at once, and
+    does not compute the next one first.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.parallel.num_ranks
@@ -52,8 +58,11 @@ class MultiProcessExecutor:
         self._connections: list[Connection] = []  # for receiving
         self._sockets: list[socket.socket] = []  # the same sockets, for sending
         self._unsent: list[bytearray] = []  # by rank
-        self._results: dict[int, Any] = {}  # by rank, of the call that is being gathered
-        self._due: str | None = None  # the method of that call
+        self._due: deque[str] = deque()  # methods of calls without answers from all ranks
+        self._results: dict[int, Any] = {}  # by rank, of the first of these calls
+        self._num_stages = config.parallel.pipeline_parallel_size
+        self._first_of_last = size - config.parallel.tensor_parallel_size  # rank that reports
+        self._collects_early = False
         self._finished_jobs = FinishedJobs()
         self._decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
@@ -62,8 +71,10 @@ class MultiProcessExecutor:
             store_path = str(Path(self._folder.name) / "store")
             for rank, unsent in enumerate(self._unsent):
                 unsent += _framed(encode(Hello(config, rank, size, store_path)))
+            self._due.append("capabilities")
             self._flush()
-            self.capabilities = merge_capabilities(self._gather("capabilities"))
+            self.capabilities = merge_capabilities(self._gather(), self._num_stages)
+            self._collects_early = self._num_stages > 1 and self.capabilities.device == "cpu"
         except BaseException:
             self.close()
             raise
@@ -87,21 +98,34 @@ class MultiProcessExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         self._send("launch", (plan,))
+        if self._collects_early and not plan.masked:
+            self._send("collect", (), is_answered=True)
 
     def sample(self, masks: StepMasks | None) -> None:
         self._send("sample", (masks,))
+        if self._collects_early:
+            self._send("collect", (), is_answered=True)
 
     def collect(self) -> StepResult:
-        results: list[StepResult] = self._call("collect")
-        failures = {result.failure for result in results}
-        if len(failures) > 1:
+        results: list[StepResult]
+        results = self._gather() if self._collects_early else self._call("collect")
+        reported = results[self._first_of_last :]  # by the last stage, which hears of all failures
+        if len({result.failure for result in reported}) > 1:
             reason = f"a step failed on some of {len(results)} workers and not on others"
             raise self._kill(EngineDeadError(reason))
         assert len({result.step_id for result in results}) == 1, "ranks are out of step"
         jobs = self._finished_jobs.merge([result.finished_jobs for result in results])
-        if jobs == results[0].finished_jobs:
-            return results[0]
-        return msgspec.structs.replace(results[0], finished_jobs=jobs)
+        result = reported[0]
+        if self._num_stages > 1 and result.failure is None:
+            self._settle(result)
+        if jobs == result.finished_jobs:
+            return result
+        return msgspec.structs.replace(result, finished_jobs=jobs)
+
+    def _settle(self, result: StepResult) -> None:
+        """Give the tokens of a step to the stages that did not sample them."""
+        tokens = {item.request_id: item.token_ids[0] for item in result.results if item.token_ids}
+        self._send("settle", (result.step_id, tokens), ranks=range(self._first_of_last))
 
     def call(self, method: str, *args: Any) -> Any:
         if method == "reset":
@@ -110,10 +134,10 @@ class MultiProcessExecutor:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Return the results of all ranks. First gathers those of an interrupted call."""
-        if self._due is not None:
-            self._gather(self._due)
+        while self._due:
+            self._gather()
         self._send(method, args, is_answered=True)
-        return self._gather(method)
+        return self._gather()
 
     def check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
@@ -134,14 +158,21 @@ class MultiProcessExecutor:
         self._connections, self._sockets, self._processes = [], [], []
         self._folder.cleanup()
 
-    def _send(self, method: str, args: tuple[Any, ...], is_answered: bool = False) -> None:
+    def _send(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        is_answered: bool = False,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Send a call to these ranks, or to all."""
         call = Call(method, [*map(msgspec.Raw, encode_args(args))], is_answered)
         framed = _framed(encode(call))
         with interrupts_held():
-            for unsent in self._unsent:
-                unsent += framed
+            for rank in range(len(self._unsent)) if ranks is None else ranks:
+                self._unsent[rank] += framed
             if is_answered:
-                self._due = method
+                self._due.append(method)
             self._flush()
 
     def _flush(self) -> None:
@@ -156,8 +187,9 @@ class MultiProcessExecutor:
                 except OSError:
                     raise self._death(rank) from None
 
-    def _gather(self, method: str) -> list[Any]:
-        """Wait for one result from every rank. Raises at once if a rank dies."""
+    def _gather(self) -> list[Any]:
+        """Wait for every rank's answer to the first call due. Raises at once if a rank dies."""
+        method = self._due[0]
         deadline: float | None = None
         while len(self._results) < len(self._connections):
             for rank in self._wait(deadline):
@@ -167,20 +199,22 @@ class MultiProcessExecutor:
                 if isinstance(result, StepResult) and result.failure and deadline is None:
                     deadline = time.monotonic() + FAILURE_GRACE_S
         with interrupts_held():
-            results, self._results, self._due = self._results, {}, None
+            results, self._results = self._results, {}
+            self._due.popleft()
         return [results[rank] for rank in range(len(self._connections))]
 
     def _wait(self, deadline: float | None) -> list[int]:
         """Wait until at least one missing rank has answered. Returns these ranks."""
-        missing = {
-            connection.fileno(): rank
-            for rank, connection in enumerate(self._connections)
-            if rank not in self._results
-        }
+        missing: dict[int, int] = {}  # rank by file descriptor
+        others: dict[int, int] = {}
+        for rank, connection in enumerate(self._connections):
+            (others if rank in self._results else missing)[connection.fileno()] = rank
         while True:
             poll = select.poll()
             for fd in missing:
                 poll.register(fd, select.POLLIN)
+            for fd in others:
+                poll.register(fd, 0)  # hears of its death
             for end, unsent in zip(self._sockets, self._unsent, strict=True):
                 if unsent:
                     poll.register(end, select.POLLOUT)
@@ -188,6 +222,8 @@ class MultiProcessExecutor:
             events = poll.poll(left)
             if ready := [missing[fd] for fd, _ in events if fd in missing]:
                 return ready
+            if died := [others[fd] for fd, _ in events if fd in others]:
+                raise self._death(died[0])
             if not events:
                 late = list(missing.values())
                 reason = f"a step failed, and workers {late} did not come back from it"

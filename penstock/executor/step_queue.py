@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.distributed.stage_link import EarlierStageFailed
 from penstock.platforms.platform import is_out_of_memory
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.step import StepFailure, StepMasks, StepPlan, StepResult
@@ -37,8 +38,10 @@ class StepQueue:
         step = _QueuedStep(plan, failure=StepFailure.SKIPPED if self._has_failed else None)
         self._steps.append(step)
         if step.failure is not None:
-            self._runner.run_jobs(plan.jobs)
+            self._runner.skip(plan)
         self._run(step, self._launch)
+        if step.failure is not None:
+            self._runner.hand_on_failure(plan, step.failure)
 
     def sample(self, masks: StepMasks | None) -> None:
         self._run(self._steps[-1], lambda step: self._sample(step, masks))
@@ -67,8 +70,12 @@ class StepQueue:
                 raise
             if isinstance(error, torch.AcceleratorError):  # all later calls fail, too
                 raise EngineDeadError(f"the device failed: {error}") from error
-            logger.exception("Step %d failed", step.plan.step_id)
-            step.failure, self._has_failed = _failure_of(error), True
+            if isinstance(error, EarlierStageFailed):
+                step.failure = error.failure
+            else:
+                logger.exception("Step %d failed", step.plan.step_id)
+                step.failure = _failure_of(error)
+            self._has_failed = True
 
     def _launch(self, step: _QueuedStep) -> None:
         step.handle = self._runner.launch(step.plan)

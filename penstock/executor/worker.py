@@ -10,6 +10,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh
+from penstock.distributed.stage_link import StageLink
 from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
@@ -94,7 +95,7 @@ class Worker:
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None
-        if task != "generate":
+        if task != "generate" and mesh.is_last_stage:
             from penstock.models.pooler import make_pooler  # language models need none of it
 
             self.pooler = make_pooler(self.model, task, config, source, files)
@@ -123,6 +124,10 @@ class Worker:
 
     def start(self, layout: KVCacheLayout, limits: StepLimits) -> None:
         """Allocate the cache and the runner's tables. `limits` fit the size of the cache."""
+        link = None
+        if self.mesh.pp.size > 1:
+            layout = layout.of_layers(self.model.kv_specs(self.dtypes.kv))
+            link = StageLink(self.mesh.pp, self.platform.device)
         self.runner = ModelRunner(
             self.model,
             self.model.vocab_size,
@@ -142,6 +147,7 @@ class Worker:
             pooler=self.pooler,
             adapters=self.adapters,
             logprobs_mode=self.config.model.logprobs_mode,
+            link=link,
         )
         self._steps = StepQueue(self.runner)
 
@@ -160,17 +166,26 @@ class Worker:
         result = self._steps.collect()
         return result if self.mesh.reports else msgspec.structs.replace(result, results=[])
 
+    def settle(self, step_id: int, token_ids: dict[str, int]) -> None:
+        """Take a collected step's tokens, by request, from the last pipeline stage."""
+        assert self.runner is not None
+        self.runner.settle(step_id, token_ids)
+
     def reset(self) -> None:
         """Forget all requests and run steps again. Call it after a failed step."""
         self._steps.reset()
+
+    @property
+    def _computes_logits(self) -> bool:
+        return self.pooler is None and self.mesh.is_last_stage
 
     def capabilities(self) -> Capabilities:
         """What the engine needs to plan the cache and the steps."""
         kv_specs = self.model.kv_specs(self.dtypes.kv)
         draft_specs = self.drafter.kv_specs() if self.drafter is not None else {}
         budget = kv_budget(
-            self.config, self.platform, self.model, kv_specs, self.limits, self.pooler is None,
-            draft_specs,
+            self.config, self.platform, self.model, kv_specs, self.limits, self._computes_logits,
+            draft_specs, None if self.mesh.is_first_stage else self.dtypes.compute,
         )  # fmt: skip
         info = self.pooler.info if self.pooler is not None else None
         device = self.platform.device.type

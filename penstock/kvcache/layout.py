@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -42,23 +42,32 @@ def make_layout(
     max_step_tokens: int = UNBOUNDED,
     draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
     num_draft_rows: int = 0,
+    stages: Sequence[tuple[Collection[str], int]] = (),
     registry: RulesRegistry = RULES,
 ) -> KVCacheLayout:
     """Lay out the cache of `specs` (by layer name) in `memory_bytes`, or in `num_blocks` blocks.
 
-    `draft_specs` are the layers of a drafter (see `plan_layout`), `num_draft_rows` the rows of a
-    step that may belong to requests with drafts. Raises ConfigError if the cache
+    With pipeline `stages`, each has the memory for some of the layers, and the one with the fewest
+    blocks counts. `draft_specs` are the layers of a drafter (see `plan_layout`), `num_draft_rows`
+    the rows of a step that may belong to requests with drafts. Raises ConfigError if the cache
     cannot hold the null block and one request of `must_hold` (or `max_model_len`) tokens, computed
     in steps of at most `max_step_tokens`. The scheduler relies on this to finish every request.
     """
     assert (memory_bytes is None) != (num_blocks is None), "give a budget or a count"
-    layout = plan_layout(specs, block_size, max_model_len, draft_specs, registry)
+    layout = plan_layout(
+        specs, block_size, max_model_len, draft_specs, registry, num_stages=max(len(stages), 1)
+    )
     if not layout.groups:
         return layout
     layout = msgspec.structs.replace(layout, num_draft_rows=num_draft_rows)
     if num_blocks is None:
         assert memory_bytes is not None
-        num_blocks = max(memory_bytes - layout.draft_input_bytes, 0) // layout.block_bytes
+        shares = [(layout.of_layers(names), budget) for names, budget in stages]
+        num_blocks = min(
+            max(budget - share.draft_input_bytes, 0) // share.block_bytes
+            for share, budget in shares or [(layout, memory_bytes)]
+            if share.block_bytes
+        )
     layout = msgspec.structs.replace(layout, num_blocks=num_blocks, max_step_tokens=max_step_tokens)
     _check_capacity(layout, must_hold or max_model_len, registry)
     waste = padding(layout, max_model_len, registry)
@@ -78,6 +87,7 @@ def plan_layout(
     max_model_len: int,
     draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
     registry: RulesRegistry = RULES,
+    num_stages: int = 1,
 ) -> KVCacheLayout:
     """Lay out a cache that has only the null block.
 
@@ -91,7 +101,7 @@ def plan_layout(
                 f"the drafter's layer {name} keeps a state that cannot be rolled back when a draft "
                 "is rejected: choose a draft model without recurrent layers"
             )
-    groups, page_bytes = plan_groups(specs, block_size, max_model_len, registry)
+    groups, page_bytes = plan_groups(specs, block_size, max_model_len, registry, num_stages)
     if draft_specs:
         for index, group in enumerate(groups):
             if isinstance(group.spec, FullAttentionSpec | LatentSpec):
@@ -121,6 +131,7 @@ def plan_groups(
     block_size: int,
     max_model_len: int,
     registry: RulesRegistry = RULES,
+    num_stages: int = 1,
 ) -> tuple[list[KVCacheGroup], int]:
     """Return the KV groups and the size of a page (one layer's share of a block).
 
@@ -140,7 +151,7 @@ def plan_groups(
     longest = max(sizes.values(), default=0) or _space_checkpoints(block_size, page_bytes)
     groups = [
         KVCacheGroup(spec=spec, block_size=sizes.get(spec, longest), layer_names=part)
-        for spec, part in _split_by_spec(specs, sizes, longest, max_model_len, registry)
+        for spec, part in _split_by_spec(specs, sizes, longest, max_model_len, registry, num_stages)
     ]
     return groups, page_bytes
 
@@ -221,8 +232,13 @@ def _split_by_spec(
     checkpoint: int,
     max_model_len: int,
     registry: RulesRegistry,
+    num_stages: int,
 ) -> list[tuple[KVCacheSpec, list[str]]]:
-    """Split the layers of each spec into parts of nearly equal size."""
+    """Split the layers of each spec into parts of nearly equal size.
+
+    With pipeline stages, a part has layers of every stage, if there are enough: a stage has a
+    buffer for each of its layers in the largest part.
+    """
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         by_spec.setdefault(spec, []).append(name)
@@ -234,6 +250,9 @@ def _split_by_spec(
     parts = []
     for spec, names in by_spec.items():
         num_parts = -(-len(names) // largest)
+        if num_stages > 1:
+            parts += [(spec, names[first::num_parts]) for first in range(num_parts)]
+            continue
         bounds = [index * len(names) // num_parts for index in range(num_parts + 1)]
         parts += [(spec, names[start:end]) for start, end in itertools.pairwise(bounds)]
     return parts

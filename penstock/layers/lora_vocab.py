@@ -44,7 +44,8 @@ def add_vocab_slots(
     # The embedding is the head too. An adapter may change one and not the other.
     if len(embeddings) == 1 and getattr(model, HEAD, None) is None:
         ((name, module),) = embeddings
-        if name.rpartition(".")[2] != HEAD and module.build.generates:
+        build = module.build
+        if name.rpartition(".")[2] != HEAD and build.generates and build.mesh.is_last_stage:
             module.project_adapter = head = HeadSlots(HEAD, module, num_slots, max_rank, dtype)
             yield HEAD, head
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.loading.wanted import IsWanted, always
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
 
@@ -61,13 +62,13 @@ class BitsAndBytesCheckpoint:
         kept = [name for name in self._checkpoint.names() if name not in self._parts]
         return [*kept, *(f"{layer}.{part}" for layer in self._num_parts for part in _MADE)]
 
-    def tensors(self) -> Iterator[tuple[str, Weight]]:
-        """Yield all tensors.
+    def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, Weight]]:
+        """Yield all wanted tensors.
 
         Those of one matrix wait for each other: they may be in different files.
         """
         waiting: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in self._checkpoint.tensors():
+        for name, tensor in self._checkpoint.tensors(is_wanted):
             if name not in self._parts or isinstance(tensor, BlockTensor):
                 yield name, tensor
                 continue

@@ -21,6 +21,7 @@ from penstock.config import LoadConfig
 from penstock.loading.bitsandbytes import BitsAndBytesCheckpoint, has_flat_matrices
 from penstock.loading.gguf.checkpoint import GGUFCheckpoint
 from penstock.loading.source import ModelSource, read_json
+from penstock.loading.wanted import IsWanted, always
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 
@@ -31,8 +32,8 @@ class Checkpoint(Protocol):
     def names(self) -> list[str]:
         """All names, in the order of `tensors`."""
 
-    def tensors(self) -> Iterator[tuple[str, Weight]]:
-        """Every tensor, in file order.
+    def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, Weight]]:
+        """Every tensor whose name is wanted, in file order. The others are not read.
 
         One may be backed by the file: copy it, do not write to it.
         """
@@ -89,11 +90,11 @@ class SafetensorsCheckpoint:
     def names(self) -> list[str]:
         return [name for path in self._files for name in self._names[path]]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self._files:
             try:
                 with safe_open(path, framework="pt") as file:
-                    for name in self._names[path]:
+                    for name in filter(is_wanted, self._names[path]):
                         yield name, file.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise _unreadable(path, error) from error
@@ -114,9 +115,10 @@ class PickleCheckpoint:
     def names(self) -> list[str]:
         return list(self._owners)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, torch.Tensor]]:
         for tensors in self._tensors.values():
-            yield from tensors.items()
+            for name in filter(is_wanted, tensors):
+                yield name, tensors[name]
 
 
 def _load_pickle(path: Path) -> dict[str, torch.Tensor]:

@@ -26,6 +26,8 @@ class NamingRules(Protocol):
     def ignored(self) -> tuple[str, ...]: ...
     @property
     def renamed(self) -> dict[str, str]: ...
+    @property
+    def elsewhere(self) -> tuple[str, ...]: ...
 
 
 @runtime_checkable
@@ -79,7 +81,8 @@ def load_weights(
         if parts[0] not in targets:
             if kv_scales.take(model_name, tensor):
                 continue
-            if not any(re.search(pattern, name) for pattern in (*naming.ignored, *ignored)):
+            is_ignored = any(re.search(pattern, name) for pattern in (*naming.ignored, *ignored))
+            if not is_ignored and not is_elsewhere(name, naming):
                 surplus.append(name)
             continue
         own = [targets[part] for part in parts]
@@ -194,6 +197,14 @@ def own_name(name: str, naming: NamingRules) -> str:
     for pattern, replacement in naming.renamed.items():
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def is_elsewhere(name: str, naming: NamingRules) -> bool:
+    """Whether a checkpoint tensor belongs to another pipeline stage."""
+    if not naming.elsewhere:
+        return False
+    name = own_name(name, naming)
+    return any(re.search(pattern, name) for pattern in naming.elsewhere)
 
 
 def _some(names: list[str], limit: int = 5) -> str:

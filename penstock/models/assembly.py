@@ -16,7 +16,7 @@ from penstock.layers.build import Build
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.quantization import DeferredQuantization
 from penstock.loading.checkpoint import Checkpoint, open_checkpoint
-from penstock.loading.load import fill_dummy, load_weights, own_name
+from penstock.loading.load import fill_dummy, is_elsewhere, load_weights, own_name
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.backend import ModelBackend, choose_backend
@@ -75,7 +75,7 @@ def load_model(
             model = create(build, settings).eval()
         else:
             model = build_model(settings, build, config.model.model_impl)
-        if task == "classify":
+        if task == "classify" and mesh.is_last_stage:
             from penstock.models.pooler import add_classifier  # language models need none of it
 
             add_classifier(model, build, config, source)
@@ -93,13 +93,18 @@ def load_model(
     if checkpoint is None:
         fill_dummy(model, config.model.seed)
     else:
-        tensors = model.convert(checkpoint.tensors())
+        naming, reads_all = model.weights, merger is not None  # it may untie a head
+
+        def is_wanted(name: str) -> bool:
+            return reads_all or not is_elsewhere(name, naming)
+
+        tensors = model.convert(checkpoint.tensors(is_wanted))
         load_weights(
             model,
             model.weights,
             tensors if merger is None else merger.merge(tensors),
             total=len(checkpoint.names()),
-            show_progress=mesh.tp.rank == 0,
+            show_progress=mesh.world.rank == 0,
             ignored=backend.quantization.ignored if backend.quantization else (),
         )
     backend.finish(model)

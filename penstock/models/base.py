@@ -24,6 +24,9 @@ class Hidden:
     states: torch.Tensor  # [num_tokens, hidden_size], after the last norm
     aux: tuple[torch.Tensor, ...] = ()  # hidden states of earlier layers, for drafters
     adapters: AdapterStep | None = None  # of the rows; None: no row uses one
+    # On a pipeline stage before the last, `states` are the last layer's output without the norm,
+    # and this is still to be added to them.
+    residual: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class WeightTable:
 
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not loaded
     renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
+    elsewhere: tuple[str, ...] = ()  # the model's names, not the checkpoint's: of other stages
 
     def renaming(self, renamed: Mapping[str, str]) -> WeightTable:
         """This table with further replacements. Earlier ones are applied first."""
@@ -74,6 +78,7 @@ class Model(nn.Module):
     pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, if no file says otherwise
     can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps
     gives_aux: ClassVar[bool] = False  # whether `forward` follows `aux_layers`
+    has_stages: ClassVar[bool] = False  # whether it can build the layers of one pipeline stage
     mtp_layout: ClassVar[MtpLayout | None] = None  # if checkpoints may have such a layer
 
     def __init__(self) -> None:
@@ -105,6 +110,12 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         """Runner: run embedded tokens at their positions through all layers."""
+        raise NotImplementedError
+
+    def resume(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> Hidden:
+        """Runner: run the states of an earlier pipeline stage through this stage's layers."""
         raise NotImplementedError
 
     def logits(

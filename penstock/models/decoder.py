@@ -80,13 +80,19 @@ class SandwichLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the final norm: ``model`` in checkpoints."""
+    """Embedding, layers and the final norm: ``model`` in checkpoints.
+
+    A pipeline stage has some of them. In place of the other layers there are empty modules.
+    """
 
     def __init__(
-        self, build: Build, config: DecoderConfig, layers: list[nn.Module], norm: Norm
+        self,
+        embedding: VocabEmbedding | None,
+        layers: list[nn.Module],
+        norm: Norm | None,
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding
         self.layers = nn.ModuleList(layers)
         self.norm = norm
 
@@ -99,6 +105,7 @@ class DecoderLM(Model):
 
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
     gives_aux = True
+    has_stages = True
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys missing in config.json
     nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean the default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported by `mlp`
@@ -136,19 +143,41 @@ class DecoderLM(Model):
             rotary_parameters(config.raw),
             self.interleaved_rotary,
         )
-        layers = [self.layer(index) for index in range(config.num_layers)]
-        self.model = Decoder(build, config, layers, self.norm())
+        mesh = build.mesh
+        self.stage = mesh.layers_of_stage(config.num_layers)  # the layers of this rank
+        layers = [
+            self.layer(index) if index in self.stage else nn.Identity()
+            for index in range(config.num_layers)
+        ]
+        embeds = mesh.is_first_stage or (mesh.is_last_stage and config.tie_word_embeddings)
+        self.model = Decoder(
+            VocabEmbedding(build, config.vocab_size, config.hidden_size) if embeds else None,
+            layers,
+            self.norm() if mesh.is_last_stage else None,
+        )
         self.lm_head: VocabEmbedding | None = None
+        if mesh.pp.size > 1:
+            self.weights = replace(self.weights, elsewhere=self._elsewhere())
         if not build.generates:
             self.weights = _without_head(self.weights)
         elif config.tie_word_embeddings:
             ignored = (*self.weights.ignored, r"^lm_head\.weight$")
             self.weights = replace(self.weights, ignored=ignored)
-        else:
+        elif mesh.is_last_stage:
             self.lm_head = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         sparse = [module for module in self.modules() if isinstance(module, Experts)]
         for choice in dict.fromkeys(module.choice for module in sparse):
             logger.debug("Experts are computed by %s", choice)
+
+    def _elsewhere(self) -> tuple[str, ...]:
+        """Patterns of the parameters that only other pipeline stages have."""
+        others = [str(i) for i in range(self.config.num_layers) if i not in self.stage]
+        patterns = [rf"^model\.layers\.(?:{'|'.join(others)})\."]
+        if self.model.embed_tokens is None:
+            patterns.append(r"^model\.embed_tokens\.")
+        if self.model.norm is None:
+            patterns.append(r"^(?!model\.(?:layers|embed_tokens)\.)")
+        return tuple(patterns)
 
     def norm(self) -> Norm:
         """A norm of hidden states."""
@@ -217,7 +246,8 @@ class DecoderLM(Model):
         return self.build.generates or not sees_all
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = self.model.embed_tokens(token_ids)
+        assert self.model.embed_tokens is not None, "the first stage embeds"
+        x: torch.Tensor = self.model.embed_tokens(token_ids)
         return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
     def angles(self, positions: torch.Tensor) -> Sequence[Any]:
@@ -225,13 +255,20 @@ class DecoderLM(Model):
         return [self.rotary.angles(positions)] * self.config.num_layers
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        residual: torch.Tensor | None = None
+        return self.resume(x, None, positions)
+
+    def resume(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> Hidden:
         aux: dict[int, torch.Tensor] = {}
-        for index, angles in enumerate(self.angles(positions)):
+        angles = self.angles(positions)
+        for index in self.stage:
             if index in self.aux_layers:  # before the layer changes them in place
                 aux[index] = x.clone() if residual is None else x + residual
             layer = self.model.layers[index]
-            x, residual = layer(x, residual, angles)
+            x, residual = layer(x, residual, angles[index])
+        if self.model.norm is None:
+            return Hidden(x, residual=residual)
         states, residual = self.model.norm.add(x, residual)
         return Hidden(states, tuple(aux[index] for index in self.aux_layers))
 
@@ -239,6 +276,7 @@ class DecoderLM(Model):
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "the last stage has the head"
         return head.project(hidden.states[rows], out)
 
 

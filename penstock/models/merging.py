@@ -40,7 +40,7 @@ def make_merger(
     has_labels = choose_task(config, source) == "classify" and label_tokens(config, source) is None
     build = replace(build, device=torch.device("meta"), linear_method=DenseMethod())
     model = build_model(source.config, build, config.model.model_impl)
-    if has_labels:
+    if has_labels and build.mesh.is_last_stage:
         add_classifier(model, build, config, source)
     deltas = read_deltas(adapter, model, MAX_RANK, torch.float32, digest)
     return Merger(deltas, model), model

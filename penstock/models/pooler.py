@@ -107,7 +107,8 @@ class TokenHead(nn.Module):
         self.num_labels = 1 if self.is_score else len(token_ids)
         self._token_ids = list(token_ids)
         self._shape = (config.vocab_size, config.hidden_size)
-        self._embedding = [model.model.embed_tokens] if is_tied else []  # in a list: no submodule
+        embedding = model.model.embed_tokens
+        self._embedding = [embedding] if is_tied and embedding is not None else []  # no submodule
         self.weight = build.in_float32().empty(len(token_ids), config.hidden_size)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:

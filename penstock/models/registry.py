@@ -45,6 +45,8 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
     if theirs is not None:
         from penstock.models.transformers_model import TransformersLM  # needs the package
 
+        if build.mesh.pp.size > 1:
+            raise ModelError(_without_stages(theirs))
         logger.info("%s runs on transformers' implementation, with Penstock's attention", theirs)
         return TransformersLM(build, theirs, raw).eval()
     if model_impl == "transformers":
@@ -57,7 +59,16 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
             )
         )
     model_class = find_model(names, plugins)
+    if build.mesh.pp.size > 1 and not model_class.has_stages:
+        raise ModelError(_without_stages(model_class.__name__))
     return model_class.create(build, raw).eval()
+
+
+def _without_stages(name: str) -> str:
+    return (
+        f"{name} cannot be divided into pipeline stages: use tensor_parallel_size instead of "
+        "pipeline_parallel_size"
+    )
 
 
 def _bases(names: list[str]) -> list[str]:

@@ -58,11 +58,16 @@ def resolve_limits(
     overlap = config.scheduler.async_scheduling
     if overlap is None:
         overlap = platform.asynchronous and not drafts_on_host
+    max_in_flight = 2 if overlap and not needs_tokens else 1
+    num_stages = config.parallel.pipeline_parallel_size
+    if num_stages > 1 and config.scheduler.async_scheduling is not False:
+        max_in_flight = num_stages  # one for each: it knows all tokens of its requests
     return StepLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
-        max_in_flight=2 if overlap and not needs_tokens else 1,
+        max_in_flight=max_in_flight,
+        num_stages=num_stages,
         num_drafts=num_drafts,
         num_lookahead=num_lookahead,
         adapts_drafts=adapts_drafts,

@@ -247,6 +247,8 @@ def _require_positive(option: str, value: int) -> None:
 
 def _sizes(config: EngineConfig, num_gpus: int) -> Iterable[int]:
     """The numbers of ranks that divide the GPUs; the one that was asked for, if one was."""
+    if config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError("penstock plan leaves out pipeline stages: drop pipeline_parallel_size")
     asked = config.parallel.tensor_parallel_size
     if asked > num_gpus:
         raise ConfigError(
@@ -335,5 +337,5 @@ def assumptions(plan: Plan) -> Iterable[str]:
     )
     yield (
         "Ranks share every layer (tensor parallelism), and engines beside each other share nothing "
-        "(data parallelism). Pipeline stages and expert parallelism do not exist here."
+        "(data parallelism). Pipeline stages and expert parallelism are left out."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -141,6 +142,16 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     draft_layers: dict[str, AnyKVCacheSpec] = {}  # by name; those in `groups` are not among them
     draft_group: int = 0  # index of the group whose block table the draft layers use
     num_draft_rows: int = 0  # of a step: those of requests with drafts, at most
+
+    def of_layers(self, names: Collection[str]) -> KVCacheLayout:
+        """This layout with only some of the layers: a pipeline stage's. All groups stay."""
+        groups = [
+            msgspec.structs.replace(
+                group, layer_names=[name for name in group.layer_names if name in names]
+            )
+            for group in self.groups
+        ]
+        return msgspec.structs.replace(self, groups=groups)
 
     @property
     def is_recurrent(self) -> bool:

@@ -10,6 +10,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int  # tokens in one step
     max_model_len: int  # tokens in one request, prompt and output together
     max_in_flight: int = 1  # steps launched before the first is collected
+    num_stages: int = 1  # if several: a step has only requests whose tokens are all known
     num_drafts: int = 0  # draft tokens that a decoding request may bring to a step
     adapts_drafts: bool = False  # requests bring fewer drafts where more do not pay
     drafts_have_chances: bool = False  # the drafter heeds `StepPlan.least_chance`

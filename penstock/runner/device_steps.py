@@ -25,6 +25,7 @@ from dataclasses import replace
 
 import torch
 
+from penstock.distributed.stage_link import States
 from penstock.layers.linear import Linear
 from penstock.layers.recurrent import recurrent_layers, replay_drafts
 from penstock.models.base import Hidden, Model
@@ -97,7 +98,9 @@ class DeviceSteps:
         self._num_accepted = torch.zeros_like(self.buffers.seq_lens)  # drafts of each request
         self._replays: dict[Bucket, torch.cuda.CUDAGraph] = {}
 
-    def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
+    def run(
+        self, layout: StepLayout, handed: States | None = None
+    ) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         """See `Steps`. Hidden states and logits are valid until the next step."""
         batch = self.buffers.batch(layout)
         bucket = self._bucket_for(layout)
@@ -105,10 +108,11 @@ class DeviceSteps:
         if bucket is None:
             self.metrics["eager_steps"] += 1
             self.buffers.send(layout)
-            hidden = self._compute(replace(exact_bucket(layout), observed=observed), batch.inputs)
+            inputs = replace(batch.inputs, handed=handed)
+            hidden = self._compute(replace(exact_bucket(layout), observed=observed), inputs)
         else:
             bucket = replace(bucket, observed=observed)
-            hidden = self._run_padded(bucket, layout)
+            hidden = self._run_padded(bucket, layout, handed)
         self._last_bucket = bucket
         num_logits = len(layout.logits_rows)
         if num_logits == 0 or num_logits > len(self.logits):
@@ -176,14 +180,14 @@ class DeviceSteps:
             adapters=adapters,
         )
 
-    def _run_padded(self, bucket: Bucket, layout: StepLayout) -> Hidden:
+    def _run_padded(self, bucket: Bucket, layout: StepLayout, handed: States | None) -> Hidden:
         if bucket not in self._captured and self.pool.is_due(bucket):
             self._capture(bucket)
         self.buffers.send(layout)
         if bucket not in self._captured:
             self.metrics["eager_steps"] += 1
             has_decodes = bucket.width > 1 or layout.num_decodes > 0
-            return self._compute(bucket, self._inputs(bucket, has_decodes))
+            return self._compute(bucket, replace(self._inputs(bucket, has_decodes), handed=handed))
         self.metrics["graph_steps"] += 1
         graph, hidden = self._captured[bucket]
         graph.replay()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from penstock.distributed.stage_link import States
 from penstock.layers.context import ForwardContext, adapter_context, forward_context
 from penstock.layers.recurrent import RecurrentLayer, recurrent_layers, replay_drafts
 from penstock.models.base import Hidden, Model
@@ -35,11 +36,15 @@ class ForwardInputs:
     token_ids: torch.Tensor  # [num_tokens] int
     positions: torch.Tensor  # [num_tokens] int64: index of each token in its sequence
     context: ForwardContext
+    handed: States | None = None  # by an earlier pipeline stage, instead of embedded tokens
 
 
 def forward(model: Model, inputs: ForwardInputs) -> Hidden:
     with forward_context(inputs.context):
-        hidden = model.forward(model.embed(inputs.token_ids), inputs.positions)
+        if inputs.handed is None:
+            hidden = model.forward(model.embed(inputs.token_ids), inputs.positions)
+        else:
+            hidden = model.resume(*inputs.handed, inputs.positions)
     adapters = inputs.context.adapters
     return hidden if adapters is None else replace(hidden, adapters=adapters)
 
@@ -76,11 +81,13 @@ class StepBatch:
 class Steps(Protocol):
     metrics: Counter[str]  # since the last collect, by metric name (`observability/metrics.py`)
 
-    def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
+    def run(
+        self, layout: StepLayout, handed: States | None = None
+    ) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         """Compute a step after the tables were updated for it, and count its tokens as computed.
 
-        Returns the batch, the hidden states of its rows, and the logits of the sampling rows if the
-        step computed them.
+        `handed`: the states of its rows from an earlier pipeline stage. Returns the batch, the
+        hidden states of its rows, and the logits of the sampling rows if the step computed them.
         """
 
     def replay(self, batch: StepBatch, num_accepted: torch.Tensor) -> None:
@@ -109,10 +116,13 @@ class HostSteps:
     def _recurrent(self) -> list[RecurrentLayer]:
         return recurrent_layers(self.model)
 
-    def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
+    def run(
+        self, layout: StepLayout, handed: States | None = None
+    ) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         self.metrics["eager_steps"] += 1
         batch = self.materialize(layout)
-        hidden = forward(self.model, batch.inputs)
+        inputs = batch.inputs if handed is None else replace(batch.inputs, handed=handed)
+        hidden = forward(self.model, inputs)
         if self.drafter is not None and self.drafter.sees(layout):
             self.drafter.observe(batch.inputs, hidden)
         return batch, hidden, None

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from penstock.config.model import LogprobsMode
+from penstock.distributed.stage_link import EarlierStageFailed, StageLink, States
 from penstock.models.base import Hidden, Model
 from penstock.protocol.adapter import Job
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
-from penstock.protocol.step import NewRequest, RequestResult, StepMasks, StepPlan, StepResult
+from penstock.protocol.step import (
+    NewRequest,
+    RequestResult,
+    StepFailure,
+    StepMasks,
+    StepPlan,
+    StepResult,
+)
 from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import HostSteps, StepBatch, Steps
 from penstock.runner.generation import GenerationHead
 from penstock.runner.graphs import GraphPool
+from penstock.runner.hand_over import HandOver
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout, lay_out
 from penstock.runner.logits_processors import LogitsProcessor
@@ -43,7 +52,7 @@ class StepHandle:
 
 
 class Head(Protocol):
-    """What follows the last layer: `GenerationHead` or `PoolingHead`."""
+    """What follows the last layer: `GenerationHead`, `PoolingHead`, or `HandOver`."""
 
     def add(self, slot: int, request: NewRequest) -> None: ...
     def remove(self, slot: int) -> None: ...
@@ -75,8 +84,11 @@ class ModelRunner:
         pooler: Pooler | None = None,
         adapters: AdapterStore | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        link: StageLink | None = None,
     ) -> None:
         self.model = model
+        self.link = link
+        computes_logits = pooler is None and (link is None or link.is_last)
         self.drafter = drafter
         self.routed_experts = routed_experts
         self.adapters = adapters
@@ -95,12 +107,15 @@ class ModelRunner:
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
-                has_logits=pooler is None, adapters=adapters, drafter=drafter,
+                has_logits=computes_logits, adapters=adapters, drafter=drafter,
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
             self.steps = HostSteps(model, self.tables, self.memory, num_adapter_slots, drafter)
         self.head: Head
+        if link is not None and not link.is_last:
+            self.head = HandOver(link, self.tables)
+            return
         if pooler is not None:
             from penstock.runner.pooling import PoolingHead  # language models need none of it
 
@@ -123,10 +138,11 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Update the tables from the plan and compute its tokens."""
+        handed = self._receive(plan)
         self._apply(plan)
         if not plan.scheduled:
             return StepHandle(plan.step_id, None)
-        batch, hidden, logits = self.steps.run(lay_out(plan, self.tables))
+        batch, hidden, logits = self.steps.run(lay_out(plan, self.tables), handed)
         handle = StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))
         if self.routed_experts is not None:
             handle.routed_experts = self.routed_experts.take(batch.layout.num_rows)
@@ -150,6 +166,8 @@ class ModelRunner:
         if handle.done is not None:
             handle.done.synchronize()
         results = self.head.results(handle.output, handle.batch.layout)
+        if isinstance(self.head, HandOver):
+            self.head.expect(handle.step_id, handle.batch.layout)
         if self.routed_experts is not None and handle.routed_experts is not None:
             results = self.routed_experts.attach(
                 results, handle.batch.layout, handle.routed_experts
@@ -166,9 +184,39 @@ class ModelRunner:
             assert self.adapters is not None, "jobs need enable_lora"
             self.adapters.run(jobs)
 
+    def _receive(self, plan: StepPlan) -> States | None:
+        """What the pipeline stage before this one hands on. First, because it must be taken."""
+        if self.link is None or not plan.scheduled:
+            return None
+        try:
+            return self.link.receive()
+        except EarlierStageFailed:
+            self.run_jobs(plan.jobs)
+            raise
+
+    def skip(self, plan: StepPlan) -> None:
+        """Do what even a skipped step must do: run its jobs, and take what was handed on."""
+        try:
+            self._receive(plan)
+        except EarlierStageFailed:
+            return
+        self.run_jobs(plan.jobs)
+
+    def hand_on_failure(self, plan: StepPlan, failure: StepFailure) -> None:
+        """Tell the next pipeline stage that `launch` failed or was skipped."""
+        if self.link is not None and plan.scheduled:
+            self.link.send_failure(failure)
+
+    def settle(self, step_id: int, token_ids: Mapping[str, int]) -> None:
+        """Take the tokens of a collected step, by request, from the last pipeline stage."""
+        if isinstance(self.head, HandOver):
+            self.head.settle(step_id, token_ids)
+
     def reset(self) -> None:
         """Forget every request. Adapters stay."""
         self._release(self.tables.request_ids)
+        if isinstance(self.head, HandOver):
+            self.head.reset()
 
     def _release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

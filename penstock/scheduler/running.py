@@ -39,6 +39,18 @@ class RunningRequests:
             self._is_sorted = True
         return list(self._states)
 
+    def share(self, num_stages: int) -> list[RequestState]:
+        """The requests that a step may continue, first served first.
+
+        With pipeline stages, as many steps as stages divide the running requests among them. A
+        request has at most one token in flight: all stages need it for the next one.
+        """
+        running = self.in_order()
+        if num_stages == 1:
+            return running
+        settled = [state for state in running if state.num_placeholders == 0]
+        return settled[: -(-len(running) // num_stages)]
+
     def pop(self) -> RequestState:
         """Remove and return the request to preempt."""
         if not self._is_sorted:

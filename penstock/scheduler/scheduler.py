@@ -191,7 +191,7 @@ class Scheduler:
     def _continue_running(self, step: PlannedStep) -> bool:
         """Schedule the running requests. Returns False if KV blocks ran out."""
         enough_blocks = True
-        for state in self._running.in_order():
+        for state in self._running.share(self.limits.num_stages):
             if step.budget == 0:
                 break
             is_ready = state.num_computed_tokens < state.ready_until

@@ -18,6 +18,7 @@ from eagle_heads import make_eagle, make_head
 from lora.adapters import make_adapter
 from medusa_heads import make_heads
 from mtp_targets import make_target
+from stages import local_stages, stages_of
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
 from tiny_engine import as_replay
 from tiny_models import make_checkpoint
@@ -36,9 +37,12 @@ from penstock.protocol.sampling import OutputKind
 from penstock.protocol.step import StepPlan
 from penstock.runner.drafter import Drafter
 from penstock.runner.drafters.draft_model import DraftModelDrafter
+from penstock.runner.runner import ModelRunner
 from penstock.scheduler.request import RequestState
 from penstock.structured.output import OutputGrammar
 from penstock.text.frontend import PreparedRequest
+
+__all__ = ["local_stages"]
 
 VARIANTS = ["llama", "qwen2_windowed", "deepseek_v2_lite", "qwen3_next", "mimo"]
 MAX_MODEL_LEN = 96
@@ -193,11 +197,9 @@ def some_options(rng: random.Random, specs: dict[str, AnyKVCacheSpec]) -> dict[s
     }
 
 
-def fail_sometimes(llm: LLM, rng: random.Random) -> None:
+def fail_sometimes(runner: ModelRunner, rng: random.Random) -> None:
     """Steps of several requests fail, and steps of several tokens want for memory."""
-    executor = llm.engine.executor
-    assert isinstance(executor, InProcessExecutor)
-    launch = executor.runner.launch
+    launch = runner.launch
 
     def launch_or_fail(plan: StepPlan) -> Any:
         if rng.random() < 0.04 and len(plan.scheduled) > 1:
@@ -207,7 +209,7 @@ def fail_sometimes(llm: LLM, rng: random.Random) -> None:
             raise OutOfMemory("made up: after the step was computed")
         return handle
 
-    executor.runner.launch = launch_or_fail  # type: ignore[method-assign]
+    runner.launch = launch_or_fail  # type: ignore[method-assign]
 
 
 @dataclass
@@ -335,7 +337,9 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, drafter=drafter, **options) as llm:
         if rng.random() < 0.3:
-            fail_sometimes(llm, rng)
+            executor = llm.engine.executor
+            assert isinstance(executor, InProcessExecutor)
+            fail_sometimes(executor.runner, rng)
         client = Client(llm, model, rng, waiting)
         client.run()
         assert client.num_compared + client.num_aborts == len(model.cases)
@@ -353,6 +357,27 @@ def test_two_ranks_give_what_one_gives_alone(model: Model) -> None:
     options["speculative_config"] = {**SPECULATION[1], "adaptive": False}
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, tensor_parallel_size=2, **options) as llm:
+        client = Client(llm, model, rng, waiting)
+        client.run()
+        assert client.num_compared + client.num_aborts == len(model.cases)
+        assert_nothing_is_kept(llm)
+
+
+STAGED_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+
+
+@pytest.mark.usefixtures("local_stages")
+@pytest.mark.parametrize("seed", STAGED_SEEDS)
+def test_pipeline_stages_give_what_one_rank_gives_alone(model: Model, seed: int) -> None:
+    rng = random.Random(seed)
+    options = {**some_options(rng, model.specs), "pipeline_parallel_size": 2}
+    options["async_scheduling"] = rng.choice([None, None, False])
+    waiting = rng.sample(range(len(model.cases)), len(model.cases))
+    with engine(model.path, **options) as llm:
+        if rng.random() < 0.5:
+            for stage in stages_of(llm):
+                assert stage.runner is not None
+                fail_sometimes(stage.runner, rng)
         client = Client(llm, model, rng, waiting)
         client.run()
         assert client.num_compared + client.num_aborts == len(model.cases)

@@ -58,7 +58,7 @@ def test_the_text_has_a_line_for_each_split_and_its_assumptions(
     assert "2 x h200" in text
     assert "--tensor-parallel-size 2" in text
     assert "Assumptions:" in text
-    assert "do not exist here" in text, "of other kinds of parallelism"
+    assert "are left out" in text, "of other kinds of parallelism"
 
 
 def test_engine_options_count(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ class DeltaReader:
             kinds[kind] = name
         for module, kinds in modules.items():
             self._plan_module(module, kinds)
-        if not self._steps:
+        if not self._steps and not self._places.is_stage:  # others may have all that it changes
             raise AdapterError(
                 f"{self._path} changes nothing that this model runs: was it trained on another "
                 "model?"

@@ -18,7 +18,7 @@ from torch import nn
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import Experts, ExpertsConfig, expert_parts
 from penstock.layers.linear import Linear
-from penstock.loading.load import own_name
+from penstock.loading.load import is_elsewhere, own_name
 from penstock.protocol.errors import AdapterError
 
 HEAD = "lm_head"
@@ -66,9 +66,16 @@ class Places:
             self._add(path, module)
         has_head = HEAD in self._parts or getattr(model, HEAD, None) is not None
         build = getattr(model, "build", None)
+        num_stages = 1 if build is None else build.mesh.pp.size
+        self.is_stage = num_stages > 1  # of a pipeline: the model lacks the layers of others
+        self._num_stages = num_stages
         embeddings = [place for place in self._parts.values() if place.kind == "embedding"]
         self.is_tied = (
-            not has_head and build is not None and build.generates and len(embeddings) == 1
+            not has_head
+            and build is not None
+            and build.generates
+            and build.mesh.is_last_stage
+            and len(embeddings) == 1
         )
         self.embedding = embeddings[0].module if embeddings else ""
         if self.is_tied:
@@ -163,6 +170,9 @@ class Places:
             if place.kind in ("embedding", "head", "labels")
         )
         vectors = 4 * sum(place.out_features for place in self._parts.values())
+        if self.is_stage:  # the file has all stages' shares, which are about equal
+            per_rank, vectors = self._num_stages * per_rank, self._num_stages * vectors
+            whole = max(whole, 2 * self._model.vocab_size * self._model.hidden_size)
         return 8 * (max_rank * per_rank + 2 * whole + vectors) + 2**26
 
     def _candidates(self, module: str) -> Iterator[str]:
@@ -189,8 +199,11 @@ class Places:
         return [place._replace(rows=own) for place, own in zip(places, split, strict=True)]
 
     def _is_ignored(self, module: str) -> bool:
-        patterns = self._model.weights.ignored
-        return any(re.search(pattern, f"{module}.weight") for pattern in patterns)
+        naming = self._model.weights
+        if any(re.search(pattern, f"{module}.weight") for pattern in naming.ignored):
+            return True
+        names = self._candidates(module) if self.is_stage else ()
+        return any(is_elsewhere(f"{name}.weight", naming) for name in names)
 
     def _unmatched(self, module: str) -> str:
         others = re.compile(r"\.experts\.[1-9]")  # than the first expert: too many to compare

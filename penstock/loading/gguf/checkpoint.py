@@ -12,6 +12,7 @@ from penstock.loading.gguf.config import MappedTensor, map_tensors
 from penstock.loading.gguf.dequant import FLOAT_DTYPES, check_supported, dequantize
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor
 from penstock.loading.gguf.rules import HalfOfKVB, SplitExperts, Stored, UnpermuteRope
+from penstock.loading.wanted import IsWanted, always
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf_recode import recode
 from penstock.protocol.errors import ModelError
@@ -42,9 +43,11 @@ class GGUFCheckpoint:
             for name, _ in _matrices(mapped)
         ]
 
-    def tensors(self) -> Iterator[tuple[str, Weight]]:
+    def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, Weight]]:
         halves: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for mapped in self._tensors:
+            if not any(is_wanted(name) for name, _ in _matrices(mapped)):
+                continue
             if isinstance(mapped.transform, HalfOfKVB):
                 both = halves[mapped.name]
                 both[mapped.transform.half] = self._floats(mapped)

@@ -1,0 +1,119 @@
+"""Pipeline stages give one rank's tokens. Here they run in one process, one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stages import local_stages, stages_of
+from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_models import config_of, make_checkpoint
+
+from penstock import SamplingParams
+from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh, RankGroup
+from penstock.layers.build import Build
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ConfigError, ModelError
+
+__all__ = ["local_stages"]
+pytestmark = pytest.mark.usefixtures("local_stages")
+
+SHORT = ["llama_tied_biased", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_next", "gpt_oss"]
+LONG = ["llama", "mixtral", "mamba2", "falcon_h1", "llama4", "olmo2", "cohere", "starcoder2"]
+LONG += ["granite", "glm4_moe", "minimax_m2", "exaone4_windowed", "smollm3_windowed"]
+PROMPTS = random_prompts(3, 2, 9, 33, 60, 7)
+SEEDED = SamplingParams(temperature=0.9, seed=1, max_tokens=12, repetition_penalty=1.1)
+
+
+def tokens(checkpoint: Path, **options: Any) -> list[list[list[int]]]:
+    with open_llm(checkpoint, max_num_batched_tokens=24, **options) as llm:
+        seeded = llm.generate(PROMPTS, SEEDED, use_tqdm=False)
+        return [greedy_tokens(llm, PROMPTS), [each.outputs[0].token_ids for each in seeded]]
+
+
+@pytest.mark.parametrize(
+    "variant", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+)
+def test_stages_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
+    """With prompts in chunks, and more requests than a stage's share."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    assert tokens(checkpoint, pipeline_parallel_size=2) == tokens(checkpoint)
+
+
+def test_a_stage_has_its_layers_and_nothing_else(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=5)
+    with open_llm(checkpoint, pipeline_parallel_size=3, cpu_backend="torch") as llm:
+        found = [
+            {name.removeprefix("model.") for name, _ in stage.model.named_parameters()}
+            for stage in stages_of(llm)
+        ]
+    layers = [{name.split(".")[1] for name in own if name.startswith("layers")} for own in found]
+    assert layers == [{"0"}, {"1", "2"}, {"3", "4"}]
+    rest = [{name for name in own if not name.startswith("layers")} for own in found]
+    assert rest == [{"embed_tokens.weight"}, set(), {"norm.weight", "lm_head.weight"}]
+
+
+def test_each_stage_caches_its_layers_and_the_smallest_cache_counts(tmp_path: Path) -> None:
+    """Of five layers, the second stage has three."""
+    checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=5)
+    with open_llm(checkpoint) as llm:
+        whole = llm.engine.scheduler.kv.pool.num_usable + 1
+    with open_llm(checkpoint, pipeline_parallel_size=2) as llm:
+        assert llm.engine.scheduler.kv.pool.num_usable + 1 == whole * 5 // 3
+        runners = [stage.runner for stage in stages_of(llm)]
+        assert [len(runner.memory.caches) for runner in runners if runner] == [2, 3]
+
+
+def test_groups_of_layers_are_divided_among_stages(tmp_path: Path) -> None:
+    """So a stage needs no buffer for the layers of others."""
+    kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 3
+    checkpoint = make_checkpoint(tmp_path, "gemma3", num_hidden_layers=12, layer_types=kinds)
+    with open_llm(checkpoint, pipeline_parallel_size=2) as llm:
+        for stage in stages_of(llm):
+            assert stage.runner is not None
+            layout = stage.runner.memory.layout
+            sizes = [len(group.layer_names) for group in layout.groups]
+            assert max(sizes) - min(sizes) <= 1, sizes
+
+
+def test_steps_in_flight_share_the_requests(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    with open_llm(checkpoint, pipeline_parallel_size=2) as llm:
+        launch, sizes = llm.engine.executor.launch, []
+
+        def counted(plan: Any) -> None:
+            sizes.append((len(plan.scheduled), len(llm.engine._in_flight)))
+            launch(plan)
+
+        llm.engine.executor.launch = counted  # type: ignore[method-assign]
+        greedy_tokens(llm, random_prompts(1, 3, 4, 5, 6), 12)
+    decodes = sizes[4:-4]  # once both steps have their requests
+    assert set(decodes) == {(2, 2)}
+
+
+def build_of(stages: int) -> Build:
+    mesh = Mesh(pp=RankGroup(0, stages))
+    return Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=mesh)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size must be at most 2.* got 3"):
+        build_model({**config_of("llama"), "num_hidden_layers": 2}, build_of(3))
+
+
+def test_models_without_stages_are_refused() -> None:
+    with pytest.raises(ModelError, match="use tensor_parallel_size instead"):
+        build_model(config_of("llama"), build_of(2), "transformers")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"speculative_config": {"method": "ngram"}}, {"enable_return_routed_experts": True}],
+)
+def test_what_stages_cannot_do_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size > 1 cannot be combined"):
+        EngineConfig.from_options({"pipeline_parallel_size": 2, **options})
