@@ -50,7 +50,7 @@ class AsyncLLM:
         if model is not None:
             options["model"] = model
         self.config = EngineConfig.from_options(options)
-        setup_logging(self.config.observability.log_level)
+        setup_logging(self.config.observability.log_level, self.config.observability.log_format)
         self._client = AsyncEngineClient()
         self._starting: asyncio.Task[None] | None = None  # or started
         self._frontend: Frontend | None = None  # set once the model is loaded

@@ -69,7 +69,7 @@ class LLM(PoolingMethods):
                 "LLM runs one engine in this process: drop data_parallel_size, or use AsyncLLM, "
                 "penstock run-batch or penstock serve, which run replicas"
             )
-        setup_logging(config.observability.log_level)
+        setup_logging(config.observability.log_level, config.observability.log_format)
         self.config, source = find_model(config)
         classes = [item for item in logits_processors if not isinstance(item, str)]
         self.engine: EngineCore = build_engine(self.config, source, classes, drafter)

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.observability.logs import setup_logging
     from penstock.server.batch.files import BatchOutput
 
-    setup_logging(config.observability.log_level)
+    setup_logging(config.observability.log_level, config.observability.log_format)
     with closing(BatchOutput(args.output_file)) as output:
         batch = BatchRun(config, server_config, args.input_file, output, args.max_concurrency)
         return run_in_event_loop(batch.run())

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     from penstock.observability.logs import setup_logging
 
-    setup_logging(config.observability.log_level)
+    setup_logging(config.observability.log_level, config.observability.log_format)
     from penstock.server.run import serve
 
     return run_in_event_loop(serve(config, server_config))

@@ -215,6 +215,9 @@ class ObservabilityConfig:
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Minimum log level. Logs go to standard error."
     )
+    log_format: Literal["text", "json"] = option(
+        "text", "Format of log lines; json: one JSON object per line."
+    )
     disable_log_stats: bool = option(False, "Do not log throughput.")
     metrics_prefix: str = option(
         "penstock:",

@@ -182,7 +182,14 @@ class ServerConfig:
         "Include counts of draft tokens in each choice of completions and chat completions, as "
         "metrics.speculative_decoding. detailed: with a histogram of accepted tokens.",
     )
-    access_log: bool = option(False, "Log every HTTP request.")
+    access_log: bool = option(
+        False, "Log every HTTP request, with its request ID, status, sizes and duration."
+    )
+    enable_log_requests: bool = option(
+        False,
+        "Log every completion when it ends: request ID, name of the API key, lengths, latencies "
+        "and finish reason. Prompts and outputs are not logged.",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -75,7 +75,7 @@ NOT_NEEDED = {
     "ignore_patterns": ForeignOption("only the files that are needed are downloaded"),
     "enable_lora_bias": _switch("biases of adapters are loaded without it"),
     "disable_uvicorn_access_log": _switch("requests are logged only with access_log"),
-    "disable_log_requests": _switch("requests are logged only with access_log"),
+    "disable_log_requests": _switch("requests are logged only with enable_log_requests"),
     "max_log_len": ForeignOption("prompts are not logged"),
     "disable_fastapi_docs": _switch("there are no such pages"),
     "enable_offline_docs": _switch("there are no such pages"),
@@ -175,7 +175,6 @@ NOT_SUPPORTED = {
         "start a server per rank, with data_parallel_rank"
     ),
     "uvicorn_log_level": ForeignOption("use log_level", ("info",)),
-    "enable_log_requests": _switch("use access_log"),
     "enable_log_outputs": _switch("outputs are not logged"),
     "enable_log_deltas": _switch("outputs are not logged"),
     "enable_per_request_metrics": _switch("scrape /metrics"),
@@ -189,7 +188,7 @@ NOT_SUPPORTED = {
     "ssl_ciphers": ForeignOption("use a reverse proxy for other ciphers"),
     "exclude_tools_when_tool_choice_none": _switch("leave tools out of the request"),
     "tokens_only": _switch("use skip_tokenizer_init and prompts of token IDs"),
-    "log_config_file": ForeignOption("use log_level"),
+    "log_config_file": ForeignOption("use log_level and log_format"),
     "grpc": _switch("use HTTP"),
 }
 

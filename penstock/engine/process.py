@@ -206,7 +206,7 @@ def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
     assert kind == messages.LOAD
     prctl(PR_SET_NAME, PROCESS_NAME)
     config = messages.decode_config(frames[0])
-    setup_logging(config.observability.log_level)
+    setup_logging(config.observability.log_level, config.observability.log_format)
     core = build_engine(config, resolve_source(config.model, config.load))
     try:
         send(socket, Ready(core_info(core)))

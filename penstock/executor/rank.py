@@ -33,7 +33,9 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(encode(message))
 
     hello = msgspec.msgpack.decode(connection.recv_bytes(), type=Hello)
-    setup_logging(hello.config.observability.log_level if hello.rank == 0 else "error")
+    observability = hello.config.observability
+    level = observability.log_level if hello.rank == 0 else "error"
+    setup_logging(level, observability.log_format)
     platform = detect_platform(hello.config.device, hello.rank, hello.size)
     parallel = hello.config.parallel
     mesh = join_mesh(

@@ -15,6 +15,7 @@ from penstock.server.http.access import (
     ADMIN_REFUSAL,
     REFUSAL,
     KeyGuard,
+    KeyRing,
     TenantLabel,
     is_admin_path,
     is_private_path,
@@ -36,7 +37,9 @@ from penstock.server.openai import (
     tokenize,
 )
 from penstock.server.operations import admin, metrics, replicas
+from penstock.server.operations.access_log import log_exchange
 from penstock.server.operations.http_metrics import HttpMetrics
+from penstock.server.operations.request_log import RequestLog
 from penstock.server.pooling import cohere, embeddings, scores
 from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
@@ -98,8 +101,11 @@ def build_app(service: Service) -> FastAPI:
     keys = [*config.api_key, *config.admin_api_key]
     if config.api_key:
         app.add_middleware(KeyGuard, keys=keys, needs_key=is_private_path, refusal=REFUSAL)
+    ring = KeyRing(keys, num_clients=len(config.api_key))
     if keys:
-        app.add_middleware(TenantLabel, keys=keys)
+        app.add_middleware(TenantLabel, keys=ring)
+    if config.enable_log_requests:
+        service.client.observers.append(RequestLog(ring.name_of))
     app.add_middleware(
         Cors,
         allow_origins=config.cors_origins,
@@ -109,6 +115,8 @@ def build_app(service: Service) -> FastAPI:
         expose_headers=["X-Request-Id"],
     )
     observers: list[ExchangeObserver] = [app.state.http_metrics.on_exchange]
+    if config.access_log:
+        observers.append(log_exchange)
     app.add_middleware(RequestContext, observers=observers)
     app.add_middleware(AnthropicErrors)
     app.add_middleware(TrailingSlash)

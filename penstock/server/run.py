@@ -164,8 +164,9 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
             http=protocol_class(usable_connections(config.max_connections)),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
+            log_config=None,  # `setup_logging` has done it
             log_level="warning",
-            access_log=config.access_log,
+            access_log=False,  # ours has the request's id and duration
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,
@@ -175,8 +176,6 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
             timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE_S) + CANCEL_S,
         )
     )
-    if config.access_log:  # its lines are below uvicorn's log level
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     draining = asyncio.ensure_future(_drain(service, server, stop))
     losing = asyncio.ensure_future(_end_when_lost(service, server))
     watch = ConnectionWatch(config.request_read_timeout_s, config.slow_reader_timeout_s)
@@ -192,7 +191,10 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
 
 
 async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) -> None:
-    """At the first signal, refuse new requests. At the second or a timeout, end the others."""
+    """At the first signal, refuse new requests. At the second or a timeout, end the others.
+
+    Until then the server listens: a client that comes gets a 503, not a refused connection.
+    """
     from penstock.server.http.connections import drop_all, end_arrivals
 
     await stop.requested.wait()
@@ -201,9 +203,12 @@ async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) ->
     logger.info("Shutting down; %d requests have %g s to finish", num_left, timeout_s)
     service.is_draining = True
     end_arrivals(server.server_state.connections)
+    if running := set(server.server_state.tasks):
+        done = asyncio.ensure_future(asyncio.wait(running))
+        urgent = asyncio.ensure_future(stop.urgent.wait())
+        await asyncio.wait({done, urgent}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        urgent.cancel()
     server.should_exit = True
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(stop.urgent.wait(), timeout_s)
     service.client.fail_all(EngineDeadError("the server is shutting down"))
     if not stop.is_urgent:
         with contextlib.suppress(asyncio.TimeoutError):

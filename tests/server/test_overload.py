@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ def shared(serve_module: ServeModule) -> ServerProcess:
         *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
         *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
         *("--access-log", "--log-level", "debug", "--max-connections", "40"),
+        "--enable-log-requests",
     )
 
 
@@ -234,10 +236,10 @@ def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
         assert more_than_a_share.status_code == 400
         assert "shared by the API keys" in more_than_a_share.json()["error"]["message"]
     shared.stop()
-    assert shared.process.stdout is not None
-    requests = shared.process.stdout.read()
-    assert "POST /v1/completions" in requests, "the access log has every request"
-    assert "key-of" not in requests + "".join(shared.log), "and no log has a key"
+    log = "".join(shared.log)
+    assert "POST /v1/completions 429, " in log, "the access log has every request"
+    assert re.search(r"Request \S+ ended: key key1, finish_reason length, engine 0, ", log)
+    assert "key-of" not in log, "and no log has a key"
 
 
 def test_a_request_that_waits_too_long_is_a_429(serve_tiny: Callable[..., ServerProcess]) -> None:

@@ -112,10 +112,13 @@ def test_signals_let_requests_finish(
             for number in numbers:
                 server.process.send_signal(number)
                 eventually(lambda: server.has_logged("Shutting down"))
+            refused = server.post("/v1/completions", LONG)  # over another connection
         received = events("\n".join([first, *lines]))
     assert received[-1] == "[DONE]"
     reasons = [event["choices"][0]["finish_reason"] for event in received[:-1]]
     assert reasons.count("length") == 8
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "shutting down" in refused.json()["error"]["message"]
     assert server.wait() == 0
     assert not is_running(engine)
     assert not (tmp_path / "api").exists()

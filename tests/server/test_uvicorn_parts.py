@@ -94,6 +94,7 @@ def test_attributes_that_are_read_are_there(protocol: Any) -> None:
     for name in SERVER_ATTRIBUTES:
         assert hasattr(server, name), f"Server.{name} is gone: server/run.py; {REMEDY}"
     assert made.connections is server.server_state.connections, REMEDY
+    assert made.tasks is server.server_state.tasks, f"server/run.py waits for them; {REMEDY}"
 
 
 @pytest.mark.parametrize("module", [h11_impl, httptools_impl], ids=lambda module: module.__name__)

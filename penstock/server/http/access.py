@@ -51,9 +51,19 @@ def is_private_path(path: str) -> bool:
 class KeyRing:
     """The server's keys."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], num_clients: int | None = None) -> None:
+        """`num_clients`: how many of the keys are clients'; the others are admins'."""
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]
+        self._num_clients = len(keys) if num_clients is None else num_clients
+
+    def name_of(self, label: str) -> str:
+        """The name of the key of a tenant, by its label: key1 is the first of --api-key."""
+        for index, digest in enumerate(self._digests):
+            if label and digest.hex().startswith(label):
+                is_admin = index >= self._num_clients
+                return f"admin{index - self._num_clients + 1}" if is_admin else f"key{index + 1}"
+        return ""
 
     def owner(self, scope: Scope) -> str:
         """Return the digest of the client's key, or "" if it sends no valid key.
@@ -92,9 +102,9 @@ class KeyGuard(HttpMiddleware):
 class TenantLabel(HttpMiddleware):
     """Sets `current_tenant`. Requests with the same key belong to the same tenant."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         super().__init__(app)
-        self._keys = KeyRing(keys)
+        self._keys = keys
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         current_tenant.set(self._keys.owner(scope))
