@@ -76,3 +76,13 @@ def test_a_name_that_penstock_does_not_have_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
         _ = penstock.LLMM
+
+
+def test_a_server_without_traces_imports_no_tracing() -> None:
+    modules = modules_after(
+        "import sys, penstock.server.app, penstock.server.run\n"
+        "assert 'penstock.server.operations.tracing' not in sys.modules\n"
+        "assert 'opentelemetry.sdk' not in sys.modules"  # the API may be imported by others
+    )
+    assert "fastapi" in modules
+    assert "torch" not in modules

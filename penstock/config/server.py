@@ -185,6 +185,11 @@ class ServerConfig:
     access_log: bool = option(
         False, "Log every HTTP request, with its request ID, status, sizes and duration."
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Collector of OpenTelemetry traces, by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces. Requires penstock[otel].",
+    )
     enable_log_requests: bool = option(
         False,
         "Log every completion when it ends: request ID, name of the API key, lengths, latencies "

@@ -33,11 +33,11 @@ class JsonFormatter(logging.Formatter):
 def setup_logging(level: str, log_format: LogFormat = "text") -> None:
     """Log the package's messages to standard error, with minimum level `level`.
 
-    So are uvicorn's, whose level uvicorn sets.
+    So are those of uvicorn and OpenTelemetry, with their own levels.
     """
     logging.getLogger("penstock").setLevel(level.upper())
     formatter = JsonFormatter() if log_format == "json" else logging.Formatter(TEXT)
-    for name in ("penstock", "uvicorn"):
+    for name in ("penstock", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         if not logger.handlers:
             logger.addHandler(logging.StreamHandler(sys.stderr))

@@ -117,6 +117,11 @@ def build_app(service: Service) -> FastAPI:
     observers: list[ExchangeObserver] = [app.state.http_metrics.on_exchange]
     if config.access_log:
         observers.append(log_exchange)
+    if service.tracing is not None:
+        from penstock.server.operations.tracing import RequestSpans, TraceContext
+
+        service.client.observers.append(RequestSpans(service.tracing, service.model_names[0]))
+        app.add_middleware(TraceContext, tracing=service.tracing)
     app.add_middleware(RequestContext, observers=observers)
     app.add_middleware(AnthropicErrors)
     app.add_middleware(TrailingSlash)

@@ -71,6 +71,11 @@ async def start(
     """Load the model in the engine, and the frontend meanwhile. Returns the service."""
     if not config.lora.enable_lora:
         refuse_adapters(server_config)
+    tracing = None
+    if server_config.otlp_traces_endpoint is not None:
+        from penstock.server.operations.tracing import connect_collector
+
+        tracing = connect_collector(server_config.otlp_traces_endpoint)
     tool_servers = None
     if server_config.tool_server:
         from penstock.server.responses.tool_servers import connect_tool_servers
@@ -89,7 +94,9 @@ async def start(
         frontend.pool = TextPool(frontend.tokenizer)
     fingerprint = system_fingerprint(config, source.fingerprint)
     adapters = await start_adapters(config, server_config, client)
-    return Service(config, server_config, client, frontend, tool_servers, fingerprint, adapters)
+    return Service(
+        config, server_config, client, frontend, tool_servers, fingerprint, adapters, tracing
+    )
 
 
 def refuse_adapters(server_config: ServerConfig) -> None:

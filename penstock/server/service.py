@@ -31,6 +31,7 @@ from penstock.text.frontend import Frontend, PreparedRequest
 
 if TYPE_CHECKING:
     from penstock.server.adapters.registry import AdapterRegistry
+    from penstock.server.operations.tracing import Tracing
     from penstock.server.responses.tool_servers import ToolServers
 
 # How many threads compute at once. There are more threads, because a thread that waits for a
@@ -67,6 +68,7 @@ class Service:
         tool_servers: ToolServers | None = None,
         fingerprint: str | None = None,
         adapters: AdapterRegistry | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.config = config
         self.server_config = server_config
@@ -76,6 +78,9 @@ class Service:
         self.tool_servers = tool_servers
         self.fingerprint = fingerprint  # see `system_fingerprint` in run.py
         self.adapters = adapters  # None without enable_lora
+        self.tracing = tracing  # None without otlp_traces_endpoint
+        if tool_servers is not None:
+            tool_servers.tracing = tracing
         self.model_names = config.model.names
         self.created = int(time.time())
         self.is_draining = False
@@ -95,6 +100,8 @@ class Service:
             self.text_pool.close()
         if self.adapters is not None:
             self.adapters.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     # -- admission
 

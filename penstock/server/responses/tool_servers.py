@@ -21,6 +21,8 @@ from penstock.text.parsing.formats import Tool
 if TYPE_CHECKING:
     from mcp import Client
 
+    from penstock.server.operations.tracing import Tracing
+
 START_TIMEOUT_S = 30.0
 MAX_TOOL_PAGES = 100
 
@@ -56,6 +58,7 @@ class ToolServers:
         self.servers = servers
         self._call_timeout_s = call_timeout_s
         self._max_output_bytes = max_output_bytes
+        self.tracing: Tracing | None = None
 
     def find(self, label: str, url: str | None) -> ToolServer | None:
         """Find a server by its URL if given, else by its label."""
@@ -76,15 +79,25 @@ class ToolServers:
         limit_s = self._call_timeout_s
         try:
             given = json.loads(arguments or "{}")
-            return await asyncio.wait_for(self._call(server, name, given), limit_s)
+            if self.tracing is None:
+                return await asyncio.wait_for(self._call(server, name, given), limit_s)
+            with self.tracing.call_tool(server.label, name) as trace:
+                return await asyncio.wait_for(self._call(server, name, given, trace), limit_s)
         except (asyncio.TimeoutError, TimeoutError):
             return ToolResult.failed(f"{name} took longer than {limit_s:g} s")
         except Exception as error:  # a foreign server can cause any error in its client
             return ToolResult.failed(f"{name} could not be called: {_cause(error)}")
 
-    async def _call(self, server: ToolServer, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def _call(
+        self,
+        server: ToolServer,
+        name: str,
+        arguments: dict[str, Any],
+        trace: dict[str, str] | None = None,
+    ) -> ToolResult:
         async with _connect(server.url) as client:
-            result = await client.call_tool(name, arguments)
+            meta: Any = trace  # MCP passes W3C's trace context in a call's metadata
+            result = await client.call_tool(name, arguments, meta=meta)
         text = self._cut("\n".join(_text_of(part) for part in result.content))
         if result.is_error:
             return ToolResult(None, {"type": "mcp_tool_execution_error", "content": text})
