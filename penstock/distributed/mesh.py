@@ -33,13 +33,13 @@ class RankGroup:
             dist.all_reduce(x, group=self.process_group)
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate all ranks' tensors along the last dimension."""
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, in rank order: [*shape] -> [size, *shape]."""
         if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.process_group)
-        return torch.cat(parts, dim=-1)
+            return x[None]
+        stacked = x.new_empty((self.size, *x.shape))
+        dist.all_gather([*stacked.unbind(0)], x.contiguous(), group=self.process_group)
+        return stacked
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from penstock.layers.loadable import Expected, Shape
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import DenseMethod, Shard
 from penstock.ops.blocks import Weight
+from penstock.ops.sharded_sampling import VocabShard
+from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.layers.lora_vocab import EmbedSlots, HeadSlots
@@ -30,6 +32,17 @@ class VocabEmbedding(MatrixLayer):
         self.rows = rows
         self.first = build.tp.rank * rows
         self.hidden_size = hidden_size
+        self.shard: VocabShard | None = None  # of the logits; None: this rank has them all
+        if build.tp.size > 1:
+            num_tokens = min(vocab_size - self.first, rows)
+            if num_tokens < 1:
+                raise ConfigError(
+                    f"tensor_parallel_size={build.tp.size} leaves a rank without any of the "
+                    f"{vocab_size} tokens of the vocabulary: use fewer ranks"
+                )
+            self.shard = VocabShard(
+                self.first, num_tokens, rows, vocab_size, build.tp.stack, build.ops
+            )
         self.embed_adapter: EmbedSlots | None = None
         self.project_adapter: HeadSlots | None = None
 
@@ -50,13 +63,18 @@ class VocabEmbedding(MatrixLayer):
         return self.build.tp.all_reduce(embedded.masked_fill(elsewhere[:, None], 0.0))
 
     def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]; in `out` if given."""
-        is_whole = isinstance(self.method, DenseMethod) and self.build.tp.size == 1
-        if out is not None and is_whole and out.dtype == hidden.dtype:
+        """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]; in `out` if given.
+
+        If `out` has the width of a shard, it gets the logits of this rank's tokens alone.
+        """
+        is_own = (self.vocab_size if out is None else out.shape[1]) == self.rows
+        is_dense = isinstance(self.method, DenseMethod)
+        if out is not None and is_own and is_dense and out.dtype == hidden.dtype:
             self.build.ops.linear(hidden, self.weight, None, out)
             return self._adapted(hidden, out)
         logits = self._adapted(hidden, self.method.apply(self, hidden, None))
-        logits = self.build.tp.all_gather(logits)[:, : self.vocab_size]
+        if self.shard is not None and not is_own:
+            logits = self.shard.whole(logits)
         return logits if out is None else out.copy_(logits)
 
     def _adapted(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

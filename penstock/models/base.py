@@ -13,6 +13,7 @@ from penstock.layers.attention import CachedLayer
 from penstock.layers.build import Build
 from penstock.ops.blocks import Weight
 from penstock.ops.lora import AdapterStep
+from penstock.ops.sharded_sampling import VocabShard
 from penstock.protocol.kv import KVCacheSpec
 from penstock.protocol.pooling import PoolingType
 
@@ -112,6 +113,11 @@ class Model(nn.Module):
         """Runner: run embedded tokens at their positions through all layers."""
         raise NotImplementedError
 
+    @property
+    def vocab_shard(self) -> VocabShard | None:
+        """Runner: which logits are this rank's. None: every rank has all of them."""
+        return None
+
     def resume(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
     ) -> Hidden:
@@ -121,5 +127,8 @@ class Model(nn.Module):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Runner: logits [len(rows), vocab_size] of these rows, in any type; in `out` if given."""
+        """Runner: logits [len(rows), vocab_size] of these rows, in any type; in `out` if given.
+
+        If `out` has the width of `vocab_shard`, it gets the logits of this rank's tokens alone.
+        """
         raise NotImplementedError

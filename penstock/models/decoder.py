@@ -18,6 +18,7 @@ from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention, Stream
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig
+from penstock.ops.sharded_sampling import VocabShard
 from penstock.protocol.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -272,12 +273,20 @@ class DecoderLM(Model):
         states, residual = self.model.norm.add(x, residual)
         return Hidden(states, tuple(aux[index] for index in self.aux_layers))
 
+    @property
+    def head(self) -> VocabEmbedding:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "the last stage has the head"
+        return head
+
+    @property
+    def vocab_shard(self) -> VocabShard | None:
+        return self.head.shard
+
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        assert head is not None, "the last stage has the head"
-        return head.project(hidden.states[rows], out)
+        return self.head.project(hidden.states[rows], out)
 
 
 def _without_head(weights: WeightTable) -> WeightTable:

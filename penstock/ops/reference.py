@@ -30,12 +30,20 @@ from penstock.ops.quantized_experts import (
 )
 from penstock.ops.recurrent import causal_conv
 from penstock.ops.sampling import choose_tokens
+from penstock.ops.sharded_sampling import (
+    best_of_share,
+    draw_from_share,
+    shared_cutoff,
+    top_of_share,
+)
 
 __all__ = [
     "AttentionMetadata",
     "add_rms_norm",
+    "best_of_share",
     "causal_conv",
     "choose_tokens",
+    "draw_from_share",
     "embed",
     "embedding_slots",
     "experts",
@@ -59,10 +67,12 @@ __all__ = [
     "rotate",
     "rotate_pair",
     "route",
+    "shared_cutoff",
     "silu_mul",
     "stack_gguf",
     "table_experts",
     "table_linear",
+    "top_of_share",
     "varlen_attention",
     "w4_experts",
     "w4_linear",

@@ -21,9 +21,11 @@ from penstock.ops.random import (
     gumbel_of_tokens,
 )
 from penstock.ops.sampling import (
+    GREEDY,
     NEG_INF,
     Truncation,
     nucleus_limit,
+    scale_logits,
     token_mass,
 )
 
@@ -48,7 +50,47 @@ def draw(
         cutoff = torch.full_like(head[:, 0], NEG_INF)
     else:
         cutoff = _cutoff(scaled, head, truncation)
-    scores = head + gumbel_of_tokens(seeds, positions, ids)
+    return _draw_above(scaled, head, ids, cutoff, seeds, positions)
+
+
+def draw_from_share(
+    logits: Tensor,
+    best: Tensor,
+    cutoff: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Like `penstock.ops.sharded_sampling.draw_from_share`."""
+    scores = torch.zeros(len(logits))
+    columns = torch.zeros(len(logits), dtype=torch.int64)
+    random = ((floats[slots, 0] > GREEDY) & torch.isfinite(best)).nonzero()[:, 0]
+    own, at = slots[random], positions[random]
+    scaled = scale_logits(logits[random].float(), best[random], floats[own, 0])
+    floor = torch.full_like(best[random], NEG_INF) if cutoff is None else cutoff[random]
+    head, ids = scaled.topk(min(HEAD_SIZE, scaled.shape[1]), dim=-1)
+    drawn = _draw_above(scaled, head, ids, floor, ints[own, 1], at, first)[:, None]
+    noise = gumbel_of_tokens(ints[own, 1], at, drawn + first)
+    values = scaled.gather(1, drawn)
+    values = (values + noise).masked_fill_(values < floor[:, None], NEG_INF)
+    scores[random], columns[random] = values[:, 0], drawn[:, 0]
+    return scores, columns
+
+
+def _draw_above(
+    scaled: Tensor,
+    head: Tensor,  # [rows, n]: the most likely, and their columns:
+    ids: Tensor,
+    cutoff: Tensor,  # [rows]
+    seeds: Tensor,
+    positions: Tensor,
+    first: int = 0,
+) -> Tensor:
+    """Gumbel-max over columns at or above the cutoff. Column 0 is the token `first`."""
+    vocab_size = scaled.shape[1]
+    scores = head + gumbel_of_tokens(seeds, positions, ids + first)
     scores.masked_fill_(head < cutoff[:, None], NEG_INF)
     best = scores.amax(-1)
     tokens = ids.masked_fill(scores != best[:, None], vocab_size).amin(-1)  # lowest id among ties
@@ -56,7 +98,9 @@ def draw(
     if head.shape[1] < vocab_size:
         rest = (floor <= head[:, -1]).nonzero()[:, 0]  # rows where a token outside could still win
         if rest.numel() > 0:
-            tokens[rest] = _argmax_above(scaled[rest], floor[rest], seeds[rest], positions[rest])
+            tokens[rest] = _argmax_above(
+                scaled[rest], floor[rest], seeds[rest], positions[rest], first
+            )
     return tokens
 
 
@@ -85,21 +129,24 @@ def _cutoff(scaled: Tensor, head: Tensor, truncation: Truncation) -> Tensor:
     return cutoff
 
 
-def _argmax_above(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def _argmax_above(
+    scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor, first: int
+) -> Tensor:
     """Gumbel-max over tokens at or above the floor.
 
     Noise is computed only for quads with such a token.
     """
-    num_rows, vocab_size = scaled.shape
-    padding = -vocab_size % TOKENS_PER_CALL
-    padded = torch.nn.functional.pad(scaled, (0, padding), value=NEG_INF)
+    num_rows, num_tokens = scaled.shape
+    shift = first % TOKENS_PER_CALL
+    padding = (shift, -(shift + num_tokens) % TOKENS_PER_CALL)
+    padded = torch.nn.functional.pad(scaled, padding, value=NEG_INF)
     padded = padded.masked_fill_(padded < floor[:, None], NEG_INF)
     grouped = padded.view(num_rows, -1, TOKENS_PER_CALL)
-    first, second, third, fourth = (grouped > NEG_INF).unbind(-1)
-    rows, groups = (first | second | third | fourth).nonzero(as_tuple=True)
-    noise = gumbel_of_groups(seeds[rows], positions[rows], groups)  # [active, 4]
-    grouped[rows, groups] += noise  # the other quads hold only -inf
-    return padded.argmax(-1)
+    one, two, three, four = (grouped > NEG_INF).unbind(-1)
+    rows, groups = (one | two | three | four).nonzero(as_tuple=True)
+    noise = gumbel_of_groups(seeds[rows], positions[rows], groups + first // TOKENS_PER_CALL)
+    grouped[rows, groups] += noise  # [active, 4]; the other quads hold only -inf
+    return (padded.argmax(-1) - shift).clamp_(min=0)
 
 
 choose_tokens = functools.partial(sampling.choose_tokens, draw=draw)

@@ -90,7 +90,8 @@ class DeviceSteps:
         # Output buffer for the logits of decode buckets.
         self._has_logits = has_logits
         num_logits = max(self._decode_sizes[-1], self._max_verified)
-        shape = (num_logits if has_logits else 0, vocab_size)
+        shard = model.vocab_shard if has_logits else None
+        shape = (num_logits if has_logits else 0, vocab_size if shard is None else shard.width)
         self.logits = torch.zeros(shape, dtype=dtype, device=tables.device)
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
         self._recurrent = recurrent_layers(model)

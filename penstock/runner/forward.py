@@ -59,6 +59,14 @@ def logits(
         return model.logits(hidden, rows, out)
 
 
+def own_logits(model: Model, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+    """The logits of this rank's tokens, [len(rows), tokens]."""
+    shard, out = model.vocab_shard, None
+    if shard is not None:
+        out = hidden.states.new_empty((len(rows), shard.width))
+    return logits(model, hidden, rows, out)
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """A step layout with its tensors on the device."""

@@ -12,8 +12,7 @@ from penstock.models.base import Hidden, Model
 from penstock.ops.verification import FIRST_TOKEN, IS_FAULTED, NUM_NEW, Verified
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks, TokenLogprobs
 from penstock.runner.drafter import Drafter, Drafts, DraftStep
-from penstock.runner.forward import StepBatch
-from penstock.runner.forward import logits as logits_of
+from penstock.runner.forward import StepBatch, own_logits
 from penstock.runner.layout import StepLayout
 from penstock.runner.masks import mask_logits
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
@@ -33,7 +32,8 @@ FAULT = (
 class PendingLogits:
     """What `finish` needs. It is released once the tokens are chosen."""
 
-    logits: torch.Tensor | None  # [num_logits_rows, vocab_size]; None if no request samples
+    # [num_logits_rows, tokens of this rank]; None if no request samples
+    logits: torch.Tensor | None
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
 
 
@@ -89,7 +89,7 @@ class GenerationHead:
         if not len(batch.layout.sampling):
             return PendingLogits(None, pieces)
         if logits is None:
-            logits = logits_of(self.model, hidden, batch.logits_rows).float()
+            logits = own_logits(self.model, hidden, batch.logits_rows).float()
         return PendingLogits(logits, pieces)
 
     def finish(
@@ -101,7 +101,8 @@ class GenerationHead:
         allowed = None
         if masks is not None:
             keep_logits = self.sampler.wants_logprobs(batch.sampling_rows)
-            allowed = mask_logits(pending.logits, batch.layout, masks, keep_logits)
+            shard = self.model.vocab_shard
+            allowed = mask_logits(pending.logits, batch.layout, masks, keep_logits, shard)
         sampled, verified = self._sample(pending.logits, batch, allowed)
         if verified is not None and self.replay is not None:
             self.replay(batch, verified.num_accepted)

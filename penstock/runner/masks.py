@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.ops.sharded_sampling import VocabShard
 from penstock.protocol.step import StepMasks
 from penstock.runner.layout import StepLayout
 from penstock.runner.sampling_tables import to_device
@@ -14,9 +15,13 @@ Bits = NDArray[np.int32]  # [rows, ceil(vocab_size / 32)]
 
 
 def mask_logits(
-    logits: torch.Tensor, layout: StepLayout, masks: StepMasks, keep_logits: bool
+    logits: torch.Tensor,
+    layout: StepLayout,
+    masks: StepMasks,
+    keep_logits: bool,
+    shard: VocabShard | None = None,
 ) -> torch.Tensor | None:
-    """Ban the tokens that `masks` disallow from a step's logits, [rows, vocab_size].
+    """Ban the tokens that `masks` disallow from a step's logits, [rows, tokens of this rank].
 
     On a GPU this happens in place. On a CPU, and with `keep_logits` because the original logits are
     still needed, logits stay unchanged. Then the bits are returned for the sampler: int32 [rows,
@@ -29,7 +34,10 @@ def mask_logits(
         from penstock.ops.triton.bitmask import apply_bitmask  # needs Triton
 
         device = logits.device
-        apply_bitmask(logits, to_device(bits, device), to_device(rows, device))
+        first = 0
+        if shard is not None:
+            logits, first = logits[:, : shard.num_tokens], shard.first
+        apply_bitmask(logits, to_device(bits, device), to_device(rows, device), first)
         return None
     allowed = np.full((len(logits), bits.shape[1]), -1, dtype=np.int32)
     allowed[rows] = bits

@@ -122,7 +122,10 @@ class ModelRunner:
             self.memory.second_segments = self.tables.mark_segments()
             self.head = PoolingHead(pooler, self.tables)
             return
-        sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors, logprobs_mode)
+        sampler = Sampler(
+            self.tables, vocab_size, device, choose_tokens, processors, logprobs_mode,
+            model.vocab_shard,
+        )  # fmt: skip
         self.head = head = GenerationHead(model, self.tables, sampler, drafter)
         if layout.is_recurrent:
             head.replay = self.steps.replay

@@ -29,12 +29,19 @@ from torch import Tensor
 from penstock.config.model import LogprobsMode
 from penstock.ops import sampling as reference
 from penstock.ops.sampling import NEG_INF
+from penstock.ops.sharded_sampling import VocabShard
 from penstock.protocol.step import NewRequest
 from penstock.runner.logits_processors import LogitsProcessor, ProcessorHost
 from penstock.runner.logprobs import RowLogprobs
 from penstock.runner.sampling_tables import Feature, SamplingTables, to_device
 
-CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS | Feature.NAMED_LOGPROBS)
+CHANGES = ~int(
+    Feature.RANDOM
+    | Feature.TRUNCATION
+    | Feature.WHOLE_ROWS
+    | Feature.LOGPROBS
+    | Feature.NAMED_LOGPROBS
+)
 """Features that change logits before the draw."""
 IGNORED = int(Feature.PROCESSORS | Feature.LOGPROBS | Feature.NAMED_LOGPROBS)
 """Features that drafts do without."""
@@ -106,10 +113,15 @@ class SamplingKind:
 
     draws: bool  # whether any row has a temperature
     truncates: bool  # whether any row has top_k, top_p or min_p
+    whole_rows: bool = False  # whether truncation needs logits that other ranks have
 
     @classmethod
-    def of(cls, features: int) -> SamplingKind:
-        return cls(bool(features & Feature.RANDOM), bool(features & Feature.TRUNCATION))
+    def of(cls, features: int, is_sharded: bool = False) -> SamplingKind:
+        return cls(
+            bool(features & Feature.RANDOM),
+            bool(features & Feature.TRUNCATION),
+            is_sharded and bool(features & Feature.WHOLE_ROWS),
+        )
 
 
 class Sampler:
@@ -123,6 +135,7 @@ class Sampler:
         choose_tokens: ChooseTokens,
         processors: Sequence[LogitsProcessor] = (),
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        shard: VocabShard | None = None,
     ) -> None:
         num_slots = tables.token_ids.shape[0]
         self._tokens = tables
@@ -130,6 +143,7 @@ class Sampler:
         self._device = torch.device(device)
         self._params = SamplingTables(num_slots, vocab_size, self._device)
         self._choose = choose_tokens
+        self._shard = shard
         self._processors = ProcessorHost(processors, num_slots)
         self._logprobs_mode = logprobs_mode
 
@@ -153,7 +167,7 @@ class Sampler:
         used = int(np.bitwise_or.reduce(self._params.features[rows.host_slots]))
         if used & CHANGES or self._processors.has_refused:
             return None
-        return SamplingKind.of(used)
+        return SamplingKind.of(used, self._shard is not None)
 
     def choose(
         self,
@@ -163,27 +177,61 @@ class Sampler:
         kind: SamplingKind,
         **options: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and faults [rows] of final logits, from the device's op."""
+        """Tokens and faults [rows] of final logits of all tokens, from the device's op."""
         floats, ints = self._params.device_tables
         return self._choose(
             logits, slots, positions, floats, ints,
             draws=kind.draws, truncates=kind.truncates, **options,
         )  # fmt: skip
 
+    def choose_own(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        kind: SamplingKind,
+        allowed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Like `choose`, from the logits of this rank's tokens."""
+        shard = self._shard
+        if shard is None or kind.whole_rows:
+            options = {} if allowed is None else {"allowed": allowed}
+            return self.choose(self.whole(logits), slots, positions, kind, **options)
+        floats, ints = self._params.device_tables
+        return shard.choose_tokens(
+            logits, slots, positions, floats, ints,
+            allowed=allowed, draws=kind.draws, truncates=kind.truncates,
+        )  # fmt: skip
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits of all tokens, from those of this rank's."""
+        return logits if self._shard is None else self._shard.whole(logits)
+
     def with_logprobs(
         self, logits: Tensor, tokens: Tensor, faulted: Tensor, rows: SamplingRows
     ) -> SampledTokens:
-        """Add logprobs to tokens that were chosen from these logits."""
+        """Add logprobs to tokens that `choose_own` chose from these logits."""
         features = self._params.features[rows.host_slots]
+        if (features & Feature.LOGPROBS).any():
+            logits = self.whole(logits)
         return SampledTokens(tokens, faulted, {}, self._logprobs(logits, tokens, rows, features))
 
     def sample(
         self, logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None
     ) -> SampledTokens:
-        """Choose one token per row of logits, [rows, vocab], which stay unchanged.
+        """Choose one token per row of this rank's logits, [rows, tokens], which stay unchanged.
 
         allowed: one bit per token, int32 [rows, ceil(vocab / 32)].
         """
+        kind = self.kind_of(rows) if self._shard is not None and len(rows) else None
+        if kind is not None and not self.wants_logprobs(rows):
+            chosen = self.choose_own(logits, rows.slots, rows.positions, kind, allowed)
+            return SampledTokens(*chosen)
+        return self._sample_whole(self.whole(logits), rows, allowed)
+
+    def _sample_whole(
+        self, logits: Tensor, rows: SamplingRows, allowed: Tensor | None
+    ) -> SampledTokens:
         features = self._params.features[rows.host_slots]
         used = int(np.bitwise_or.reduce(features)) if len(features) else 0
         work, errors = logits, self._processors.refused(rows.host_slots)

@@ -27,7 +27,7 @@ class SamplingGraphs:
     def __init__(
         self,
         buffers: StepBuffers,
-        logits: torch.Tensor,  # [rows, vocab_size]
+        logits: torch.Tensor,  # [rows, tokens of this rank]
         tables: RequestTables,
         sampler: Sampler,
         graphs: GraphPool,
@@ -69,7 +69,7 @@ class SamplingGraphs:
     def _compute(self, size: int, kind: SamplingKind, has_drafts: bool) -> Chosen:
         slots = self._buffers.sample_slots[:size]  # -1 in padding rows, which write to no table
         positions = self._buffers.sample_positions[:size]
-        tokens, faulted = self._sampler.choose(self._logits[:size], slots, positions, kind)
+        tokens, faulted = self._sampler.choose_own(self._logits[:size], slots, positions, kind)
         if has_drafts:
             samples = self._buffers.samples(size)
             return tokens, faulted, self._tables.verify(samples, tokens, faulted)

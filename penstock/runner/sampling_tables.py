@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.ops.random import signed_seed
 from penstock.ops.sampling import GREEDY, SMALLEST_FLOAT32
+from penstock.ops.sharded_sampling import MAX_TOP_K
 from penstock.protocol.step import NewRequest
 
 HostArray = NDArray[Any]
@@ -38,6 +39,7 @@ class Feature(enum.IntFlag):
     PROCESSORS = enum.auto()
     LOGPROBS = enum.auto()
     NAMED_LOGPROBS = enum.auto()  # of tokens that the request lists
+    WHOLE_ROWS = enum.auto()  # truncation that needs all logits of a row
 
 
 def to_device(values: HostArray, device: torch.device) -> Tensor:
@@ -159,6 +161,9 @@ class SamplingTables:
             features |= Feature.RANDOM
             if top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
                 features |= Feature.TRUNCATION
+                is_long = top_k > MAX_TOP_K and (top_k < self.vocab_size or params.top_p < 1.0)
+                if is_long:
+                    features |= Feature.WHOLE_ROWS
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if penalties != (1.0, 0.0, 0.0):
             features |= Feature.PENALTIES

@@ -33,6 +33,7 @@ def run(model: Path, ranks: int, **options: Any) -> list[list[int]]:
     params = [
         SamplingParams(temperature=0, max_tokens=16),
         SamplingParams(temperature=0.9, seed=1, max_tokens=16, repetition_penalty=1.1),
+        SamplingParams(temperature=0.9, seed=2, max_tokens=16, top_k=20, top_p=0.9, logprobs=1),
     ]
     options = {**OPTIONS, "max_num_batched_tokens": 64, **options}
     with LLM(str(model), tensor_parallel_size=ranks, **options) as llm:

@@ -16,11 +16,13 @@ from penstock.ops.cpu.dtypes import CACHE_TYPES
 from penstock.ops.cpu.library import Cache, KeyValueRows, Step, loaded
 from penstock.ops.cpu.lora import lora_slots
 from penstock.ops.cpu.sampling import choose_tokens
+from penstock.ops.sampling_cpu import draw_from_share
 from penstock.protocol.kv import INT8_SCALE_BYTES
 
 __all__ = [
     "add_rms_norm",
     "choose_tokens",
+    "draw_from_share",
     "layer_norm",
     "lora_slots",
     "paged_attention",

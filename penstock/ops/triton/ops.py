@@ -21,12 +21,15 @@ from penstock.ops.triton.recurrent import causal_conv, gated_delta_rule, mamba2_
 from penstock.ops.triton.rotary import norm_rotate_write
 from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
+from penstock.ops.triton.sharded_sampling import best_of_share, draw_from_share, shared_cutoff
 from penstock.ops.triton.varlen_attention import varlen_attention
 
 __all__ = [
     "add_rms_norm",
+    "best_of_share",
     "causal_conv",
     "choose_tokens",
+    "draw_from_share",
     "embed",
     "embedding_slots",
     "fp4_experts",
@@ -53,6 +56,7 @@ __all__ = [
     "prepare_w4",
     "rms_norm",
     "route",
+    "shared_cutoff",
     "silu_mul",
     "stack_gguf",
     "table_experts",

@@ -66,12 +66,14 @@ def _random(seed, position, groups, N: tl.constexpr):
 @triton.jit
 def _draw_kernel(
     logits_ptr, slots_ptr, positions_ptr, floats_ptr, ints_ptr, best_ptr, cutoff_ptr, ids_ptr,
-    score_ptr, score_id_ptr, stride, vocab_size, num_chunks, floats_stride, ints_stride,
-    CUTOFF: tl.constexpr, MAPPED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    score_ptr, score_id_ptr, stride, vocab_size, num_chunks, floats_stride, ints_stride, first,
+    CUTOFF: tl.constexpr, MAPPED: tl.constexpr, SHIFT: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The largest of (logit - best) / temperature + noise in a chunk, for rows that draw.
 
-    MAPPED: the noise is that of the tokens in `ids`.
+    MAPPED: the noise is that of the tokens in `ids`. Otherwise column 0 is the token `first`, and
+    SHIFT is first % 4.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
@@ -81,8 +83,8 @@ def _draw_kernel(
     best, _ = _row_best(best_ptr, row, num_chunks, CHUNKS)
     seed = tl.load(ints_ptr + slot * ints_stride + 1).to(tl.uint64, bitcast=True)
     position = tl.load(positions_ptr + row)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    mask = tokens < vocab_size
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK) - SHIFT
+    mask = (tokens < vocab_size) & (tokens >= 0)
     # One call of the generator serves four tokens.
     if MAPPED:
         ids = tl.load(ids_ptr + tokens, mask=mask, other=0)
@@ -90,7 +92,7 @@ def _draw_kernel(
         even = tl.where(ids % 4 == 0, w0, w2)
         words = tl.where(ids % 2 == 0, even, tl.where(ids % 4 == 1, w1, w3))
     else:
-        groups = (chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)).to(tl.uint32)
+        groups = (first // 4 + chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)).to(tl.uint32)
         w0, w1, w2, w3 = _random(seed, position, groups, CHUNK // 4)
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     u = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
@@ -104,7 +106,7 @@ def _draw_kernel(
         score = tl.where(scaled < tl.load(cutoff_ptr + row), float("-inf"), score)
     value, index = tl.max(score, axis=0, return_indices=True)
     tl.store(score_ptr + row * num_chunks + chunk, value)
-    tl.store(score_id_ptr + row * num_chunks + chunk, chunk * CHUNK + index)
+    tl.store(score_id_ptr + row * num_chunks + chunk, chunk * CHUNK + index - SHIFT)
 
 
 @triton.jit
@@ -225,12 +227,13 @@ def _gather_kernel(
 @triton.jit
 def _cutoff_kernel(
     slots_ptr, floats_ptr, ints_ptr, totals_ptr, kept_ptr, num_kept_ptr, cutoff_ptr,
-    vocab_size, num_chunks, floats_stride, ints_stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    last_ptr, ties_ptr, kept_stride, vocab_size, num_chunks, floats_stride, ints_stride, ranks,
+    RANKS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The lowest scaled logit of a row that survives min_p, top_k, then top_p of the rest.
 
     Each search fixes four bits of the cutoff at a time: one pass compares sixteen candidates with
-    all kept tokens.
+    all kept tokens. With RANKS, each rank's last value stands for `ties` more tokens.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
@@ -239,7 +242,7 @@ def _cutoff_kernel(
     floor = tl.load(floats_ptr + slot * floats_stride + 1)  # log of min_p
     top_p = tl.load(floats_ptr + slot * floats_stride + 2)
     top_k = tl.load(ints_ptr + slot * ints_stride)
-    source = kept_ptr + row.to(tl.int64) * vocab_size
+    source = kept_ptr + row.to(tl.int64) * kept_stride
     num_kept = tl.load(num_kept_ptr + row)
     candidates = tl.arange(0, 16).to(tl.int64)
     chunks = tl.arange(0, CHUNKS)
@@ -258,13 +261,20 @@ def _cutoff_kernel(
                 count += (reached & (index < num_kept)[None, :]).to(tl.int32)
             enough = tl.sum(count, axis=1) >= top_k
             key += tl.max(tl.where(enough, step, 0), axis=0)
-        floor = tl.maximum(floor, _unorder(key))
+        kth = _unorder(key)
+        floor = tl.maximum(floor, kth)
         survivors = tl.zeros([BLOCK], tl.int64)
         for at in range(0, num_kept, BLOCK):
             index = at + tl.arange(0, BLOCK)
             scaled = tl.load(source + index, mask=index < num_kept, other=float("-inf"))
             survivors += tl.where((scaled >= floor) & (index < num_kept), _mass(scaled), 0)
         total = tl.sum(survivors, axis=0)
+        if RANKS > 0:
+            each = tl.arange(0, RANKS)
+            last = tl.load(last_ptr + row * ranks + each, mask=each < ranks, other=float("nan"))
+            ties = tl.load(ties_ptr + row * ranks + each, mask=each < ranks, other=0.0)
+            ties = tl.where(last == kth, ties, 0.0).to(tl.int64)
+            total += tl.where(kth >= floor, tl.sum(ties, axis=0) * _mass(kth), 0)
     if top_p < 1.0:
         # The largest key with at least the nucleus's mass above it; the next key is the cutoff.
         limit = total.to(tl.float64) * top_p.to(tl.float64)
@@ -321,8 +331,8 @@ def choose_tokens(
     if draws:
         _draw_kernel[grid](
             logits, slots, positions, floats, ints, values[0], cutoff, ids_of, values[1], ids[1],
-            stride, vocab_size, num_chunks, floats.stride(0), ints.stride(0),
-            CUTOFF=truncates, MAPPED=is_mapped, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
+            stride, vocab_size, num_chunks, floats.stride(0), ints.stride(0), 0,
+            CUTOFF=truncates, MAPPED=is_mapped, SHIFT=0, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
         )  # fmt: skip
     _pick_kernel[(num_rows,)](
         slots, floats, values[0], ids[0], values[1], ids[1], ids_of, tokens,
@@ -362,7 +372,7 @@ def _cutoffs(
         logits.stride(0), *sizes, ints.stride(0), CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     _cutoff_kernel[(num_rows,)](
-        slots, floats, ints, totals, kept, num_kept, cutoff, *sizes, ints.stride(0),
-        CHUNKS=chunks, BLOCK=256, num_warps=4,
+        slots, floats, ints, totals, kept, num_kept, cutoff, kept, kept, vocab_size, *sizes,
+        ints.stride(0), 0, RANKS=0, CHUNKS=chunks, BLOCK=256, num_warps=4,
     )  # fmt: skip
     return cutoff
