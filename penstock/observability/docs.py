@@ -22,8 +22,10 @@ scrape_configs:
 ```
 
 [deploy/grafana/penstock.json](../deploy/grafana/penstock.json) is a Grafana dashboard. Import it
-and choose the Prometheus data source. Without Prometheus, the server's web page at `/` charts the
-same metrics live.
+and choose the Prometheus data source.
+[deploy/prometheus/alerts.yml](../deploy/prometheus/alerts.yml) has alert rules: crashes, failing
+requests, growing queues, late tokens, preemptions. Without Prometheus, the server's web page at
+`/` charts the same metrics live.
 
 While requests run, the server also logs its throughput every 5 seconds. `--disable-log-stats` turns
 that off.
