@@ -59,6 +59,7 @@ LONG_FILES = (  # the longest first
     "lora/test_adapters_together.py",
     "lora/test_merge.py",
     "models/test_expert_models.py",
+    "engine/test_expert_parallel.py",
     "models/test_gguf_models.py",
     "models/test_parity.py",
     "ops/gpu/test_device_path.py",

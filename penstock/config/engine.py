@@ -122,6 +122,11 @@ class ParallelConfig:
         1,
         "Number of pipeline stages. Each holds some of the layers, on tensor_parallel_size ranks.",
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "Give each rank some of the experts, whole, instead of a slice of every expert; for models "
+        "with experts (docs/scaling.md).",
+    )
     data_parallel_size: int = option(
         1,
         "Number of replicas: engines with the whole model behind one endpoint. They cover for each "

@@ -112,12 +112,11 @@ NOT_SUPPORTED = {
     "max_long_partial_prefills": ForeignOption("use long_prefill_token_threshold", (1,)),
     "prefill_context_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
     "decode_context_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
-    "enable_expert_parallel": _switch("use tensor_parallel_size: it splits every expert"),
-    "enable_eplb": _switch("use tensor_parallel_size: it splits every expert"),
+    "enable_eplb": _switch("use enable_expert_parallel: experts stay where they are"),
     "enable_dbo": _switch("leave it out"),
     "enable_elastic_ep": _switch("leave it out"),
     "all2all_backend": ForeignOption(
-        "use tensor_parallel_size: it splits every expert", ("allgather_reducescatter",)
+        "use enable_expert_parallel: the kind of ranks decides", ("allgather_reducescatter",)
     ),
     "distributed_executor_backend": ForeignOption(
         "ranks are processes on one machine", ("mp", "uni")

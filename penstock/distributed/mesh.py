@@ -48,7 +48,7 @@ class Mesh:
 
     tp: RankGroup = field(default_factory=RankGroup)  # each rank holds a shard of every layer
     pp: RankGroup = field(default_factory=RankGroup)  # rank = stage: each holds some of the layers
-    ep: RankGroup = field(default_factory=RankGroup)  # that the experts are spread over
+    ep: RankGroup = field(default_factory=RankGroup)  # each holds some of the experts, whole
     world: RankGroup = field(default_factory=RankGroup)  # all ranks of the engine
 
     @property
@@ -75,7 +75,10 @@ class Mesh:
         return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
 
 
-def join_mesh(rank: int, tp_size: int, pp_size: int, store_path: str, backend: str) -> Mesh:
+def join_mesh(
+    rank: int, tp_size: int, pp_size: int, store_path: str, backend: str,
+    spread_experts: bool = False,
+) -> Mesh:  # fmt: skip
     """Join the other ranks. They rendezvous through the file at `store_path`.
 
     `backend` names one for each kind of device. So every group takes tensors on the host, too.
@@ -86,9 +89,11 @@ def join_mesh(rank: int, tp_size: int, pp_size: int, store_path: str, backend: s
     dist.init_process_group(backend, init_method=f"file://{store_path}", rank=rank, world_size=size)
     stages = [list(range(first, first + tp_size)) for first in range(0, size, tp_size)]
     pipelines = [list(range(first, size, tp_size)) for first in range(tp_size)]
+    tp = _join_group(rank, stages)
     return Mesh(
-        tp=_join_group(rank, stages),
+        tp=tp,
         pp=_join_group(rank, pipelines),
+        ep=tp if spread_experts else RankGroup(),
         world=RankGroup(rank, size, dist.group.WORLD),
     )
 

@@ -40,7 +40,7 @@ def serve(connection: Connection) -> None:
     parallel = hello.config.parallel
     mesh = join_mesh(
         hello.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
-        hello.store_path, platform.backend,
+        hello.store_path, platform.backend, parallel.enable_expert_parallel,
     )  # fmt: skip
     decoder = msgspec.msgpack.Decoder(Call)
     try:

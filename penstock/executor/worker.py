@@ -14,6 +14,7 @@ from penstock.distributed.stage_link import StageLink
 from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
+from penstock.layers.expert_share import has_experts
 from penstock.layers.lora import AdapterWeights, make_slots
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
@@ -90,6 +91,10 @@ class Worker:
         self.model, self.dtypes, self.ops = load_model(
             config, source, platform, mesh, self.limits.max_model_len
         )
+        if config.parallel.enable_expert_parallel and not has_experts(self.model):
+            raise ConfigError(
+                "enable_expert_parallel is for models with experts, and this one has none: drop it"
+            )
         if drafter is not None:
             drafter.load(DraftSetup(self.model, config, source, platform, mesh, self.limits))
         if needs_whole_prompts(self.model):

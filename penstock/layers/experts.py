@@ -7,7 +7,7 @@ debug log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.layers.build import Build
+from penstock.layers.expert_share import ExpertShare, take_share
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.loadable import Expected, Shape, copy_shard
@@ -48,6 +49,12 @@ class ExpertsConfig:
     scale_inputs: bool = False  # routing weights scale the experts' inputs, not their outputs
     shared_size: int = 0  # intermediate size of the shared expert; 0: none
     shared_gate: bool = False  # a gate scales the shared expert's output
+    held: tuple[int, ...] | None = None  # the experts of this rank; None: all, or slices of all
+
+    @property
+    def own_experts(self) -> Sequence[int]:
+        """The experts that this rank has weights of, in the order of the weights."""
+        return range(self.num_experts) if self.held is None else self.held
 
 
 class Experts(nn.Module):
@@ -55,7 +62,8 @@ class Experts(nn.Module):
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         super().__init__()
-        if config.intermediate_size % build.tp.size or config.shared_size % build.tp.size:
+        own_build, config = take_share(build, config)
+        if config.intermediate_size % own_build.tp.size or config.shared_size % build.tp.size:
             raise ConfigError(
                 f"tensor_parallel_size must divide the experts' intermediate size of "
                 f"{config.intermediate_size} (shared: {config.shared_size}), got {build.tp.size}"
@@ -67,8 +75,9 @@ class Experts(nn.Module):
         self.scale_inputs = config.scale_inputs
         self.record: torch.Tensor | None = None  # [rows, top_k]: records the selected experts
         self.gate = Router(build, config)
-        implementation, self.choice = choose_implementation(build, config)
-        self.experts = implementation.make(build, config)
+        implementation, self.choice = choose_implementation(own_build, config)
+        self.experts = implementation.make(own_build, config)
+        self.share = None if config.held is None else ExpertShare(build, config)
         self.shared_expert = self.shared_expert_gate = None
         if config.shared_size:
             self.shared_expert = GatedMLP(build, config.hidden_size, config.shared_size)
@@ -81,6 +90,8 @@ class Experts(nn.Module):
         weights, ids = self.build.ops.route(logits, self.routing, self.gate.correction)
         if self.record is not None:
             self.record[: len(ids)] = ids
+        if self.share is not None:
+            weights, ids = self.share(weights, ids)
         run = self._run_scaled if self.scale_inputs else self._run
         output = self.build.tp.all_reduce(run(x, weights, ids))
         if self.shared_expert is not None:
@@ -159,7 +170,7 @@ class ExpertWeights(nn.Module):
         self.build = build
         self.config = config
         self.size = config.intermediate_size // build.tp.size  # on this rank
-        count, hidden = config.num_experts, config.hidden_size
+        count, hidden = len(config.own_experts), config.hidden_size
         self.gate_up_bias = build.empty(count, 2 * self.size) if config.bias else None
         self.down_bias = build.empty(count, hidden) if config.bias else None
 
@@ -189,7 +200,7 @@ class ExpertWeights(nn.Module):
 
     def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
         expected: dict[tuple[str, str], Shape | Expected] = {}
-        for part in expert_parts(self.config):
+        for part in held_parts(self.config):
             for parameter, tensor in self.tensors(part).items():
                 expected[parameter, part] = tensor
             if self.config.bias:
@@ -206,15 +217,20 @@ class ExpertWeights(nn.Module):
             return Shard(self.shape(part), 0, hidden, first, self.size)
         return Shard(self.shape(part), first, self.size, 0, hidden)
 
+    def place_of(self, part: str) -> tuple[int, str]:
+        """An expert's place among the weights of this rank, and the name of its matrix."""
+        _, expert, name = part.split(".")
+        return self.config.own_experts.index(int(expert)), name
+
     def load_bias(self, part: str, tensor: Weight) -> None:
         assert not isinstance(tensor, BlockTensor), "a bias is not a matrix"
-        _, expert, name = part.split(".")
+        expert, name = self.place_of(part)
         if name == "down_proj":
             assert self.down_bias is not None
-            self.down_bias[int(expert)].copy_(tensor)
+            self.down_bias[expert].copy_(tensor)
             return
         assert self.gate_up_bias is not None
-        copy_shard(self.rows_of(self.gate_up_bias, int(expert), name), tensor, self.build.tp)
+        copy_shard(self.rows_of(self.gate_up_bias, expert, name), tensor, self.build.tp)
 
     def rows_of(self, gate_up: torch.Tensor, expert: int, name: str) -> torch.Tensor:
         """The rows of an expert's gate_proj or up_proj."""
@@ -224,11 +240,17 @@ class ExpertWeights(nn.Module):
 
 def expert_parts(config: ExpertsConfig) -> list[str]:
     """The names of all experts' matrices."""
-    return [
-        f"experts.{expert}.{name}"
-        for expert in range(config.num_experts)
-        for name in ("gate_proj", "up_proj", "down_proj")
-    ]
+    return _parts(range(config.num_experts))
+
+
+def held_parts(config: ExpertsConfig) -> list[str]:
+    """The names of the matrices of this rank's experts."""
+    return _parts(config.own_experts)
+
+
+def _parts(experts: Sequence[int]) -> list[str]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return [f"experts.{expert}.{name}" for expert in experts for name in names]
 
 
 class StackedExperts(ExpertWeights):
@@ -239,7 +261,7 @@ class StackedExperts(ExpertWeights):
     ) -> None:
         super().__init__(build, config)
         self.compute = compute
-        count, hidden = config.num_experts, config.hidden_size
+        count, hidden = len(config.own_experts), config.hidden_size
         self.gate_up = build.empty(count, 2 * self.size, hidden)
         self.down = build.empty(count, hidden, self.size)
 
@@ -258,11 +280,11 @@ class StackedExperts(ExpertWeights):
         floats = dequantize(tensor) if isinstance(tensor, BlockTensor) else tensor
         own = self.shard(part).cut(floats)
         assert isinstance(own, torch.Tensor)
-        _, expert, name = part.split(".")
+        expert, name = self.place_of(part)
         if name == "down_proj":
-            self.down[int(expert)].copy_(own)
+            self.down[expert].copy_(own)
         else:
-            self.rows_of(self.gate_up, int(expert), name).copy_(own)
+            self.rows_of(self.gate_up, expert, name).copy_(own)
 
 
 class DeferredExperts(nn.Module):
@@ -274,13 +296,14 @@ class DeferredExperts(nn.Module):
         self.config = config
 
 
-class PackedExperts(nn.ModuleList):
+class PackedExperts(nn.ModuleDict):
     """Separate matrices per expert, as the linear method packs them."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
-        super().__init__(_Expert(build, config) for _ in range(config.num_experts))
+        super().__init__({str(own): _Expert(build, config) for own in config.own_experts})
         self.build = build
         self.config = config
+        self._own = list(self.values())
 
     def bias(self, expert: int, matrix: str) -> torch.Tensor | None:
         return self._matrix(expert, matrix).own_bias
@@ -290,12 +313,12 @@ class PackedExperts(nn.ModuleList):
         return layer.method.apply(layer, x, None)
 
     def _matrix(self, expert: int, matrix: str) -> Linear:
-        own = self[expert]
+        own = self._own[expert]
         assert isinstance(own, _Expert)
         return own.gate_up_proj if matrix == "gate_up" else own.down_proj
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return run_by_expert(x, weights, ids, len(self), lambda expert, rows: self[expert](rows))
+        return run_by_expert(x, weights, ids, len(self), lambda own, rows: self._own[own](rows))
 
 
 class _Expert(nn.Module):

@@ -33,21 +33,21 @@ class GgufExperts(ExpertWeights):
         assert self.down is not None
         outputs = []
         for own in self.gate_up if matrix == "gate_up" else [self.down]:
-            size = own.shape[0] // self.config.num_experts
+            size = own.shape[0] // len(self.config.own_experts)
             rows = own.rows(expert * size, (expert + 1) * size)
             outputs.append(self.build.ops.gguf_linear(x, rows, None))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        _, expert, name = part.split(".")
+        expert, name = self.place_of(part)
         own = self.shard(part).cut(tensor)
         assert isinstance(own, BlockTensor), "floats are for StackedExperts"
-        self._parts[name][int(expert)] = own
+        self._parts[name][expert] = own
         self._stack()
 
     def _stack(self) -> None:
         """Concatenate the matrices of a kind once all have arrived."""
-        count = self.config.num_experts
+        count = len(self.config.own_experts)
         gates, ups, downs = self._parts.values()
         if self.down is None and len(downs) == count:
             self.down = self._stacked("down", [downs[expert] for expert in range(count)])

@@ -94,16 +94,16 @@ class ExpertSlots:
                 activated = ACTIVATIONS[self.config.activation](*both.chunk(2, dim=-1))
             return linear(expert, "down", activated)
 
-        return run_by_expert(x, weights, ids, self.config.num_experts, run)
+        return run_by_expert(x, weights, ids, len(self.config.own_experts), run)
 
     def prepare(self, weights: AdapterWeights) -> Shares | None:
         own = weights.experts.get(self.name)
         if own is None:
             return None
         shares: Shares = {}
-        for expert in range(self.config.num_experts):
+        for expert, number in enumerate(self.config.own_experts):
             for matrix, parts in PARTS.items():
-                deltas = {part: own.get(f"experts.{expert}.{part}") for part in parts}
+                deltas = {part: own.get(f"experts.{number}.{part}") for part in parts}
                 if not any(deltas.values()):
                     continue
                 linear = self._slots_of(expert, matrix)

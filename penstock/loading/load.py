@@ -200,7 +200,7 @@ def own_name(name: str, naming: NamingRules) -> str:
 
 
 def is_elsewhere(name: str, naming: NamingRules) -> bool:
-    """Whether a checkpoint tensor belongs to another pipeline stage."""
+    """Whether a checkpoint tensor belongs to another rank: its stage or its experts."""
     if not naming.elsewhere:
         return False
     name = own_name(name, naming)

@@ -13,6 +13,7 @@ import torch
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh
 from penstock.layers.build import Build
+from penstock.layers.expert_share import names_elsewhere
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.quantization import DeferredQuantization
 from penstock.loading.checkpoint import Checkpoint, open_checkpoint
@@ -93,7 +94,9 @@ def load_model(
     if checkpoint is None:
         fill_dummy(model, config.model.seed)
     else:
-        naming, reads_all = model.weights, merger is not None  # it may untie a head
+        reads_all = merger is not None  # it may untie a head
+        others = (*model.weights.elsewhere, *names_elsewhere(model))
+        naming = dataclasses.replace(model.weights, elsewhere=others)
 
         def is_wanted(name: str) -> bool:
             return reads_all or not is_elsewhere(name, naming)
@@ -101,7 +104,7 @@ def load_model(
         tensors = model.convert(checkpoint.tensors(is_wanted))
         load_weights(
             model,
-            model.weights,
+            naming,
             tensors if merger is None else merger.merge(tensors),
             total=len(checkpoint.names()),
             show_progress=mesh.world.rank == 0,

@@ -36,7 +36,7 @@ class WeightTable:
 
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not loaded
     renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
-    elsewhere: tuple[str, ...] = ()  # the model's names, not the checkpoint's: of other stages
+    elsewhere: tuple[str, ...] = ()  # the model's names, not the checkpoint's: of other ranks
 
     def renaming(self, renamed: Mapping[str, str]) -> WeightTable:
         """This table with further replacements. Earlier ones are applied first."""

@@ -150,7 +150,8 @@ def run_by_expert(
 ) -> torch.Tensor:
     """Call `run` once per expert with tokens, on all of its tokens.
 
-    A token's experts are added in the order of their ids, independent of other tokens.
+    A token's experts are added in the order of their ids, independent of other tokens. Ids from
+    `num_experts` on are experts of other ranks.
     """
     output = torch.zeros_like(x)
     flat = ids.flatten().long()
@@ -158,7 +159,7 @@ def run_by_expert(
     tokens = order // ids.shape[1]  # [n * top_k] sorted by expert
     scales = weights.flatten()[order, None]
     start = 0
-    for expert, count in enumerate(flat.bincount(minlength=num_experts).tolist()):
+    for expert, count in enumerate(flat.bincount(minlength=num_experts)[:num_experts].tolist()):
         if not count:
             continue
         own = slice(start, start + count)

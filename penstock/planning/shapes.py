@@ -110,12 +110,13 @@ def shape_of(
     """The first of `tp` ranks. Raises ModelError or ConfigError if the model cannot be split so."""
     quantization = choose_quantization(source.config, config.load.quantization, tp)
     generates = choose_task(config, source) == "generate"
+    ranks = RankGroup(0, tp)
     build = Build(
         dtype=dtypes.compute,
         device=torch.device("meta"),
         max_model_len=max_model_len,
         ops=Ops("cpu"),
-        mesh=Mesh(RankGroup(0, tp)),
+        mesh=Mesh(ranks, ep=ranks if config.parallel.enable_expert_parallel else RankGroup()),
         linear_method=DeferredQuantization() if quantization is not None else DenseMethod(),
         generates=generates,
     )
@@ -204,7 +205,7 @@ def _quantized_bytes(module: nn.Module) -> int:
             rows * _bytes_per_row(module.scheme, columns, module.build.dtype)
             for rows, columns in ((2 * size, hidden), (hidden, size))
         )
-        return int(one * module.config.num_experts)
+        return int(one * len(module.config.own_experts))
     if isinstance(module, MatrixLayer) and isinstance(module.method, QuantizedMethod):
         per_row = _bytes_per_row(module.method.scheme, module.in_features, module.build.dtype)
         return int(module.out_features * per_row)

@@ -205,7 +205,7 @@ def test_int8_quantizes_the_experts_and_not_their_router(tmp_path: Path) -> None
         executor = llm.engine.executor
         assert isinstance(executor, InProcessExecutor)
         (layer, *_) = [m for m in executor.worker.model.modules() if isinstance(m, Experts)]
-        packed = {"gate": layer.gate, "expert": layer.experts[0].gate_up_proj}
+        packed = {"gate": layer.gate, "expert": layer.experts["0"].gate_up_proj}
         types = {
             name: {part.type for part in linear.native.parts.values()}
             for name, linear in packed.items()

@@ -52,14 +52,14 @@ def fill_quantized(module: nn.Module, deviation: float, seed: int) -> int:
 def _fill_experts(module: QuantizedExperts, deviation: float, seed: int) -> int:
     hidden, size, build = module.config.hidden_size, module.size, module.build
     names = ("gate_proj", "up_proj", "down_proj")
-    for expert in range(module.config.num_experts):
+    for expert in range(len(module.config.own_experts)):
         for index, name in enumerate(names):
             number = seed + expert * len(names) + index
             generator = torch.Generator(build.device).manual_seed(number)
             rows, columns = (hidden, size) if name == "down_proj" else (size, hidden)
             weight = dummy_weight(module.scheme, rows, columns, deviation, build.dtype, generator)
             module.put(expert, name, weight)
-    return module.config.num_experts * len(names)
+    return len(module.config.own_experts) * len(names)
 
 
 def dummy_weight(

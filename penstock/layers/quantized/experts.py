@@ -64,8 +64,8 @@ class QuantizedExperts(ExpertWeights):
         self.present = present
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
         self._halves: dict[int, dict[str, QuantizedWeight]] = {}  # gate or up, without the other
-        self.gate_up = Stack(config.num_experts)
-        self.down = Stack(config.num_experts)
+        self.gate_up = Stack(len(config.own_experts))
+        self.down = Stack(len(config.own_experts))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         first, down = self.gate_up.weight, self.down.weight
@@ -100,8 +100,8 @@ class QuantizedExperts(ExpertWeights):
         if len(staged) < len(expected):
             return
         del self._staged[part]
-        _, expert, name = part.split(".")
-        self.put(int(expert), name, self.scheme.convert(staged, shard))
+        expert, name = self.place_of(part)
+        self.put(expert, name, self.scheme.convert(staged, shard))
 
     def put(self, expert: int, name: str, weight: QuantizedWeight) -> None:
         """Store this rank's share of one matrix of an expert."""
@@ -114,8 +114,9 @@ class QuantizedExperts(ExpertWeights):
             del self._halves[expert]
             fused = fuse([halves["gate_proj"], halves["up_proj"]])
             if len(fused) != 1:
+                number = self.config.own_experts[expert]
                 raise ModelError(
-                    f"gate_proj and up_proj of expert {expert} have their columns in different "
+                    f"gate_proj and up_proj of expert {number} have their columns in different "
                     "orders or groups, which experts cannot have here: quantize them alike, with "
                     "desc_act=False"
                 )
@@ -128,6 +129,8 @@ class QuantizedExperts(ExpertWeights):
             _check_same_table(first, second)
         for weight in (first, second):
             scale = getattr(weight, "input_scale", None)
+            if scale is not None:  # one for the experts of all ranks
+                scale.copy_(self.build.mesh.ep.stack(scale).amax(0))
             if scale is not None and float(scale) <= UNSEEN:
                 raise ModelError(
                     "input_scale is 0 for all experts of a layer: the model was quantized without "

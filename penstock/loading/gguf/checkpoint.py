@@ -57,9 +57,9 @@ class GGUFCheckpoint:
             elif isinstance(mapped.transform, Stored) and mapped.transform is not Stored.AS_VECTOR:
                 yield mapped.name, undo(mapped.transform, self._floats(mapped), mapped.name)
             else:
-                yield from self._by_rows(mapped)
+                yield from self._by_rows(mapped, is_wanted)
 
-    def _by_rows(self, mapped: MappedTensor) -> Iterator[tuple[str, Weight]]:
+    def _by_rows(self, mapped: MappedTensor, is_wanted: IsWanted) -> Iterator[tuple[str, Weight]]:
         """For transforms that only reorder rows: quantization blocks stay unchanged."""
         rows, matrices = self._rows(mapped), _matrices(mapped)
         scales = self._scales(mapped, len(matrices))
@@ -67,6 +67,8 @@ class GGUFCheckpoint:
         for (name, tensor), scale in zip(matrices, scales, strict=True):
             own = rows[start : start + tensor.shape[0]]
             start += tensor.shape[0]
+            if not is_wanted(name):
+                continue
             if scale is None:
                 yield name, self._weight(tensor, own)
             else:

@@ -208,27 +208,32 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(x_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum x [n, TOP_K, hidden] over the experts: out [n, hidden]."""
+def _sum_kernel(
+    x_ptr, id_ptr, out_ptr, hidden, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum x [n, TOP_K, hidden] over the experts of this rank: out [n, hidden]."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < hidden
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
         source = x_ptr + (token * TOP_K + slot) * hidden + at
-        total += tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * hidden + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+        expert = tl.load(id_ptr + token * TOP_K + slot)
+        width = tl.where(expert < num_experts, hidden, 0)
+        total += tl.load(source, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * hidden + at, total.to(out_ptr.dtype.element_ty), mask=at < hidden)
 
 
 @triton.jit
 def _few_gate_up_kernel(
-    x_ptr, id_ptr, weight_ptr, bias_ptr, out_ptr, hidden, size,
+    x_ptr, id_ptr, weight_ptr, bias_ptr, out_ptr, hidden, size, num_experts,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [num_pairs, size]: ROWS rows of a pair's gate and up."""
     pair = tl.program_id(1)
     expert = tl.load(id_ptr + pair).to(tl.int64)
+    if expert >= num_experts:
+        return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < size
     column = tl.arange(0, BLOCK)
@@ -258,7 +263,7 @@ def _few_gate_up_kernel(
 
 @triton.jit
 def _few_down_kernel(
-    x_ptr, id_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, size, hidden,
+    x_ptr, id_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, size, hidden, num_experts,
     TOP_K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [n, hidden]: ROWS rows of a token's output, over its experts as if concatenated."""
@@ -271,6 +276,7 @@ def _few_down_kernel(
         is_column = column < TOP_K * size
         pair = token * TOP_K + column // size
         expert = tl.load(id_ptr + pair, mask=is_column, other=0).to(tl.int64)
+        is_column = is_column & (expert < num_experts)
         scale = tl.load(scale_ptr + pair, mask=is_column, other=0.0)
         x = tl.load(x_ptr + token * TOP_K * size + column, mask=is_column, other=0.0)
         source = weight_ptr + expert * hidden * size + column % size
@@ -283,7 +289,8 @@ def _few_down_kernel(
     if BIAS:
         for slot in tl.static_range(TOP_K):
             expert = tl.load(id_ptr + token * TOP_K + slot).to(tl.int64)
-            bias = tl.load(bias_ptr + expert * hidden + row, mask=is_row, other=0.0)
+            width = tl.where(expert < num_experts, hidden, 0)
+            bias = tl.load(bias_ptr + expert * hidden + row, mask=row < width, other=0.0)
             out += bias.to(tl.float32) * tl.load(scale_ptr + token * TOP_K + slot)
     tl.store(out_ptr + token * hidden + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
 
@@ -309,7 +316,7 @@ def experts(
     blocks = align(ids, len(gate_up), plan.rows)
     activated = run_gate_up(x, blocks, top_k, gate_up, gate_up_bias, activation, plan)
     scaled = run_down(activated, blocks, weights, down, down_bias, plan)
-    return sum_experts(scaled, num_tokens)
+    return sum_experts(scaled, ids, len(gate_up))
 
 
 class Scales(NamedTuple):
@@ -389,12 +396,13 @@ def run_down(
     return out
 
 
-def sum_experts(scaled: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    hidden = scaled.shape[1]
+def sum_experts(scaled: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Sum scaled [n * top_k, hidden] over each token's experts. `ids` [n, top_k] has them."""
+    (num_tokens, top_k), hidden = ids.shape, scaled.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=scaled.dtype, device=scaled.device)
     block = min(triton.next_power_of_2(hidden), 1024)
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
-        scaled, out, hidden, TOP_K=len(scaled) // num_tokens, BLOCK=block, num_warps=4
+        scaled, ids, out, hidden, num_experts, TOP_K=top_k, BLOCK=block, num_warps=4
     )
     return out
 
@@ -415,14 +423,15 @@ def _few(
     activated = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
     _few_gate_up_kernel[(triton.cdiv(size, first.rows), num_tokens * top_k)](
         x, ids, gate_up, gate_up if gate_up_bias is None else gate_up_bias, activated,
-        hidden, size, TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None,
+        hidden, size, len(gate_up), TOP_K=top_k, ACTIVATION=activation,
+        BIAS=gate_up_bias is not None,
         ROWS=first.rows, BLOCK=first.columns,
         num_warps=first.launch.num_warps, num_stages=first.launch.num_stages,
     )  # fmt: skip
     out = torch.empty_like(x)
     _few_down_kernel[(triton.cdiv(hidden, second.rows), num_tokens)](
         activated, ids, weights, down, down if down_bias is None else down_bias, out,
-        size, hidden, TOP_K=top_k, BIAS=down_bias is not None,
+        size, hidden, len(down), TOP_K=top_k, BIAS=down_bias is not None,
         ROWS=second.rows, BLOCK=second.columns,
         num_warps=second.launch.num_warps, num_stages=second.launch.num_stages,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def fp8_experts(
     )
     rounded, scales = _round(activated, down_input_scale, down, down_scale)
     weighted = run_down(rounded, blocks, weights, down, down_bias, plan, scales, x.dtype)
-    return sum_experts(weighted, num_tokens)
+    return sum_experts(weighted, ids, len(gate_up))
 
 
 def _round(

@@ -130,7 +130,7 @@ def gguf_experts(
         activated = ACTIVATIONS[activation](*both.chunk(2, dim=-1)).contiguous()
     weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     _run(activated, down, weighted, weights, blocks, top_k, plan)
-    return sum_experts(weighted, num_tokens)
+    return sum_experts(weighted, ids, num_experts)
 
 
 def _run(

@@ -214,4 +214,4 @@ def experts(
         ROWS=plan.rows, COLUMNS=plan.down.columns, GROUP=plan.down.group,
         num_warps=plan.down.launch.num_warps, num_stages=plan.down.launch.num_stages,
     )  # fmt: skip
-    return sum_experts(weighted, num_tokens)
+    return sum_experts(weighted, ids, num_experts)

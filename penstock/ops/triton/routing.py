@@ -95,7 +95,8 @@ def _map_blocks(
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _align_kernel(
     id_ptr, count_ptr, start_ptr, pair_ptr, block_expert_ptr, block_rows_ptr,
-    num_pairs, num_blocks, ROWS: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
+    num_pairs, num_blocks, num_experts,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Sort few pairs in one program.
 
@@ -106,6 +107,7 @@ def _align_kernel(
     pair = tl.arange(0, PAIRS)
     mask = pair < num_pairs
     own = tl.load(id_ptr + pair, mask=mask, other=0)
+    mask = mask & (own < num_experts)
     tl.debug_barrier()
     rank = tl.atomic_add(count_ptr + own, 1, mask=mask)
     tl.debug_barrier()
@@ -116,11 +118,12 @@ def _align_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(id_ptr, count_ptr, rank_ptr, num_pairs, BLOCK: tl.constexpr):
+def _count_kernel(id_ptr, count_ptr, rank_ptr, num_pairs, num_experts, BLOCK: tl.constexpr):
     """Count the pairs of each expert, and rank each pair among them, in any order."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < num_pairs
     expert = tl.load(id_ptr + pair, mask=mask, other=0)
+    mask = mask & (expert < num_experts)
     rank = tl.atomic_add(count_ptr + expert, 1, mask=mask)
     tl.store(rank_ptr + pair, rank, mask=mask)
 
@@ -135,11 +138,13 @@ def _map_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _place_kernel(
-    id_ptr, start_ptr, rank_ptr, pair_ptr, num_pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    id_ptr, start_ptr, rank_ptr, pair_ptr, num_pairs, num_experts,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < num_pairs
     expert = tl.load(id_ptr + pair, mask=mask, other=0)
+    mask = mask & (expert < num_experts)
     start = tl.load(start_ptr + expert, mask=mask, other=0)
     rank = tl.load(rank_ptr + pair, mask=mask, other=0)
     tl.store(pair_ptr + start * ROWS + rank, pair, mask=mask)
@@ -180,7 +185,7 @@ def align(ids: torch.Tensor, num_experts: int, rows: int) -> Blocks:
     """Sort ids [n, top_k] into token blocks of `rows`. Allocates as many as they could need.
 
     The host needs no routing result. The pairs of one expert come in any order, which does not
-    affect their results.
+    affect their results. Ids from `num_experts` on are experts of other ranks: they are left out.
     """
     num_pairs, device = ids.numel(), ids.device
     num_used = min(num_pairs, num_experts)
@@ -191,7 +196,7 @@ def align(ids: torch.Tensor, num_experts: int, rows: int) -> Blocks:
     if num_pairs <= FEW_PAIRS:
         counts, starts = torch.empty((2, padded), dtype=torch.int32, device=device)
         _align_kernel[(1,)](
-            ids, counts, starts, pairs, experts, filled, num_pairs, num_blocks,
+            ids, counts, starts, pairs, experts, filled, num_pairs, num_blocks, num_experts,
             ROWS=rows, PAIRS=max(triton.next_power_of_2(num_pairs), 512), EXPERTS=padded,
             num_warps=16,
         )  # fmt: skip
@@ -199,7 +204,9 @@ def align(ids: torch.Tensor, num_experts: int, rows: int) -> Blocks:
     counts, starts = torch.zeros((2, padded), dtype=torch.int32, device=device)
     ranks = torch.empty(num_pairs, dtype=torch.int32, device=device)
     grid = (triton.cdiv(num_pairs, PAIRS_AT_ONCE),)
-    _count_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=PAIRS_AT_ONCE)
+    _count_kernel[grid](ids, counts, ranks, num_pairs, num_experts, BLOCK=PAIRS_AT_ONCE)
     _map_kernel[(1,)](counts, starts, experts, filled, num_blocks, ROWS=rows, EXPERTS=padded)
-    _place_kernel[grid](ids, starts, ranks, pairs, num_pairs, ROWS=rows, BLOCK=PAIRS_AT_ONCE)
+    _place_kernel[grid](
+        ids, starts, ranks, pairs, num_pairs, num_experts, ROWS=rows, BLOCK=PAIRS_AT_ONCE
+    )
     return Blocks(pairs, experts, filled)

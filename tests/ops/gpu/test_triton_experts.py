@@ -51,15 +51,17 @@ def random_ids(n: int, top_k: int, num_experts: int, device: torch.device) -> to
 @pytest.mark.parametrize(
     ("n", "top_k", "num_experts"), [(1, 2, 4), (40, 3, 6), (9, 2, 50), (FEW_PAIRS // 2 + 3, 2, 6)]
 )
-@pytest.mark.parametrize("one_expert", [False, True])
+@pytest.mark.parametrize(("one_expert", "num_elsewhere"), [(False, 0), (True, 0), (False, 2)])
 def test_every_pair_stands_once_in_a_block_of_its_expert(
-    device: torch.device, n: int, top_k: int, num_experts: int, one_expert: bool
+    device: torch.device, n: int, top_k: int, num_experts: int, one_expert: bool, num_elsewhere: int
 ) -> None:
+    """Except for pairs whose experts are on another rank."""
     rows = 16
     ids = random_ids(n, top_k, num_experts, device)
     if one_expert:
         ids = torch.full_like(ids, num_experts - 1)
-    blocks = align(ids, num_experts, rows)
+    own = num_experts - num_elsewhere
+    blocks = align(ids, own, rows)
     flat, seen = ids.flatten().tolist(), []
     for index, (expert, count) in enumerate(
         zip(blocks.experts.tolist(), blocks.rows.tolist(), strict=True)
@@ -68,7 +70,7 @@ def test_every_pair_stands_once_in_a_block_of_its_expert(
         pairs = blocks.pairs[index * rows : index * rows + count].tolist()
         assert all(flat[pair] == expert for pair in pairs)
         seen += pairs
-    assert sorted(seen) == list(range(n * top_k))
+    assert sorted(seen) == [pair for pair, expert in enumerate(flat) if expert < own]
 
 
 def check(
@@ -100,6 +102,11 @@ def check(
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_are_the_references(device: torch.device, n: int, bias: bool) -> None:
     check(device, random_ids(n, 3, 6, device), 6, bias=bias)
+
+
+@pytest.mark.parametrize("n", [1, 30])
+def test_experts_of_other_ranks_add_nothing(device: torch.device, n: int) -> None:
+    check(device, random_ids(n, 3, 6, device), 4, bias=True)
 
 
 @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
