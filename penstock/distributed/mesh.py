@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class Peers(Protocol):
+    """Faster collectives for the tensors that fit. All ranks must agree on which do."""
+
+    def fits(self, x: torch.Tensor) -> bool: ...
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+    def stack(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks that compute together. A single rank needs no process group."""
@@ -26,17 +34,24 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     process_group: ProcessGroup | None = None
+    peers: Peers | None = None  # on GPUs that can read each other's memory
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.process_group)
+        if self.size == 1:
+            return x
+        is_plain = x.is_floating_point() and x.is_contiguous()
+        if self.peers is not None and is_plain and self.peers.fits(x):
+            return self.peers.all_reduce(x)
+        dist.all_reduce(x, group=self.process_group)
         return x
 
     def stack(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' tensors, in rank order: [*shape] -> [size, *shape]."""
         if self.size == 1:
             return x[None]
+        if self.peers is not None and self.peers.fits(x):
+            return self.peers.stack(x)
         stacked = x.new_empty((self.size, *x.shape))
         dist.all_gather([*stacked.unbind(0)], x.contiguous(), group=self.process_group)
         return stacked

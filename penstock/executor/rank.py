@@ -8,16 +8,17 @@ import select
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import msgspec
 
-from penstock.distributed.mesh import join_mesh, leave_mesh
+from penstock.distributed.mesh import Mesh, join_mesh, leave_mesh
 from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
-from penstock.platforms.platform import detect_platform
+from penstock.platforms.platform import Platform, detect_platform
 from penstock.protocol.calls import encode, run_method
 from penstock.protocol.errors import PenstockError
 
@@ -42,6 +43,7 @@ def serve(connection: Connection) -> None:
         hello.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
         hello.store_path, platform.backend, parallel.enable_expert_parallel,
     )  # fmt: skip
+    mesh = with_peers(mesh, platform)
     decoder = msgspec.msgpack.Decoder(Call)
     try:
         source = resolve_source(hello.config.model, hello.config.load)
@@ -56,6 +58,19 @@ def serve(connection: Connection) -> None:
         answer(Raised(str(error), type(error).__name__))
     finally:
         leave_mesh(mesh)
+
+
+def with_peers(mesh: Mesh, platform: Platform) -> Mesh:
+    """Let tensor-parallel ranks on GPUs read each other's memory, if the GPUs can."""
+    group = mesh.tp.process_group
+    if platform.device.type != "cuda" or group is None:
+        return mesh
+    from penstock.ops.triton.peers import SHARED_GPU_BYTES, open_peers  # needs Triton
+
+    # What does not fit is not captured where ranks share a GPU: there is no NCCL.
+    max_bytes = SHARED_GPU_BYTES if platform.backend == "gloo" else None
+    peers = open_peers(group, platform.device, max_bytes)
+    return replace(mesh, tp=replace(mesh.tp, peers=peers))
 
 
 def exit_with_engine(fd: int) -> None:

@@ -145,7 +145,7 @@ class Worker:
             capture_graphs=(
                 self.model.can_capture
                 and not self.config.device.enforce_eager
-                and self.mesh.world.size == 1
+                and self.mesh.pp.size == 1
             ),
             dtype=self.dtypes.compute,
             routed_experts=self.routed_experts,

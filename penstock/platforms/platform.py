@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,7 +48,10 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
         return Platform(torch.device("cpu"), False, torch.float32, 128, 2048, "gloo", threads)
     device = torch.device("cuda", _gpu_of(config, rank))
     torch.cuda.set_device(device)
-    return gpu_platform(device, torch.cuda.get_device_properties(device).total_memory)
+    platform = gpu_platform(device, torch.cuda.get_device_properties(device).total_memory)
+    if len(set(config.device_ids)) < len(config.device_ids):
+        return replace(platform, backend="gloo")  # NCCL refuses ranks that share a GPU
+    return platform
 
 
 def gpu_platform(device: torch.device, memory: int) -> Platform:
