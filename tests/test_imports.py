@@ -43,6 +43,7 @@ def test_importing_penstock_imports_nothing_heavy() -> None:
         ["bench", "latency", "--help"],
         ["bench", "startup", "--help"],
         ["bench", "serve", "--help"],
+        ["bench", "compare", "--help"],
         ["run-batch", "--help"],
         ["merge", "--help"],
         ["plan", "--help"],

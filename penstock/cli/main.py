@@ -71,9 +71,8 @@ BENCHMARKS = {
         "Measure the time from process start to the first token, in fresh processes. The warm-up "
         "run downloads the model if necessary."
     ),
-    "serve": Command(
-        "Measure latency and throughput of any OpenAI-compatible server.", "--base-url URL"
-    ),
+    "serve": Command("Measure latency and throughput of any OpenAI-compatible server."),
+    "compare": Command("Compare two reports that --json wrote.", "A.json B.json"),
 }
 
 

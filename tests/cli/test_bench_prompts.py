@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,12 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, content: str, message: 
         (["--dataset", "custom"], "give --dataset-path"),
         (["--dataset-path", "x"], "drop dataset_path"),
         (["--base-url", "localhost:8000"], "base_url must look like http://"),
+        (["--port", "80"], "drop --host and --port"),
+        (["--dataset", "sharegpt"], "give --dataset-path"),
+        (["--dataset", "conversations", "--num-prompts", "1"], "give --backend openai-chat"),
+        (["--num-turns", "2"], "drop num_turns"),
+        (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
+        (["--endpoint", "v1/x"], "endpoint must begin with /"),
         (["--base-url", "http://x:port"], "base_url must look like http://"),
     ],
 )
@@ -81,6 +88,9 @@ def test_flags_that_cannot_work_are_refused(
         ["--burstiness", "nan"],
         ["--range-ratio", "1"],
         ["--extra-body", "[1]"],
+        ["--metric-percentiles", "101"],
+        ["--percentile-metrics", "speed"],
+        ["--header", "x"],
     ],
 )
 def test_values_that_make_no_sense_are_refused(flags: list[str]) -> None:
@@ -94,3 +104,40 @@ def test_addresses_of_all_kinds_are_understood() -> None:
     assert Address.parse("https://host/llm/v1/") == Address("host", 443, "/llm", True)
     assert Address.parse("http://[::1]:80") == Address("::1", 80, "", False)
     assert Address.parse("unix:///run/p.sock").uds == "/run/p.sock"
+
+
+def test_prompts_repeat_shared_prefixes() -> None:
+    lengths = ("--prefix-repetition-prefix-len=20", "--prefix-repetition-suffix-len=5")
+    flags = ("--dataset-name=prefix_repetition", "--prefix-repetition-num-prefixes=3", *lengths)
+    drawn = prompts(*flags, "--num-prompts=12", "--prefix-repetition-output-len=4").requests
+    assert len({tuple(request.prompt[:20]) for request in drawn}) == 3
+    assert len({tuple(request.prompt) for request in drawn}) == 12
+    assert {(len(request.prompt), request.output_len) for request in drawn} == {(25, 4)}
+    shared = prompts("--num-prompts=3", "--random-prefix-len=7", "--random-input-len=2").requests
+    assert len({tuple(request.prompt[:7]) for request in shared}) == 1
+    assert {len(request.prompt) for request in shared} == {9}
+
+
+def test_a_sharegpt_file_gives_first_turns_or_conversations(tmp_path: Path) -> None:
+    def turns(*values: str) -> dict[str, Any]:
+        senders = ("human", "gpt")
+        return {
+            "conversations": [
+                {"from": senders[n % 2], "value": value} for n, value in enumerate(values)
+            ]
+        }
+
+    path = tmp_path / "sharegpt.json"
+    content = [turns("one", "x" * 40, "two", "y"), turns("alone"), turns("three", "z" * 8)]
+    path.write_text(json.dumps(content))
+    file = ("--dataset-path", str(path), "--num-prompts=2")
+    first = prompts("--dataset=sharegpt", *file).requests
+    assert set(first) == {BenchRequest("one", 10), BenchRequest("three", 2)}
+    whole = prompts("--dataset=conversations", *file, "--sharegpt-output-len=5").requests
+    assert set(whole) == {BenchRequest("one", 5, followups=("two",)), BenchRequest("three", 5)}
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="holds no conversations"):
+        prompts("--dataset=sharegpt", *file)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="must look like"):
+        prompts("--dataset=sharegpt", *file)

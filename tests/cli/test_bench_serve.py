@@ -36,6 +36,49 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     return run
 
 
+def test_turns_of_a_conversation_follow_their_answers(bench: Any) -> None:
+    async def parrot(server: FakeServer, body: dict[str, Any]) -> Answer:
+        yield HEAD
+        for text in ("answer ", str(len(body["messages"]))):
+            yield event(delta(content=text))
+        yield event(delta("stop"))
+        yield event("[DONE]")
+        yield END
+
+    flags = ("--dataset", "conversations", "--num-turns", "3", "--backend", "openai-chat")
+    report = bench(parrot, *flags, *SMALL)
+    assert report["completed"] == len(report["requests"]) == 9
+    last = [m for m in (b["messages"] for b in report["server"].bodies) if len(m) == 5]
+    assert len(last) == 3
+    for messages in last:
+        assert [m["role"] for m in messages] == ["user", "assistant"] * 2 + ["user"]
+        assert [m["content"] for m in messages[1::2]] == ["answer 1", "answer 3"]
+
+
+def test_vllms_flags_and_the_names_in_its_results(bench: Any, tmp_path: Path) -> None:
+    report = bench(
+        complete,
+        *("--backend", "vllm", "--dataset-name", "random", "--num-prompts", "3"),
+        *("--random-input-len", "5", "--random-output-len", "4", "--random-range-ratio", "0"),
+        *("--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99.9"),
+        *("--top-k", "5", "--header", "X-Team=a", "--metadata", "gpu=h200"),
+        *("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "500"),
+        *("--ramp-up-end-rps", "1000", "--trust-remote-code", "--tokenizer", "x"),
+        *("--save-result", "--result-dir", str(tmp_path / "new"), "--result-filename", "r.json"),
+    )
+    assert report["backend"] == "openai"
+    assert report["server"].bodies[-1]["top_k"] == 5
+    assert "500 to 1000 requests/s, linear" in report["table"]
+    assert "TTFT" in report["table"]
+    assert "TPOT" not in report["table"]
+    saved = json.loads((tmp_path / "new" / "r.json").read_text())
+    assert saved["p99.9_ttft_ms"] == report["ttft_ms"]["p99.9"]
+    assert saved["mean_tpot_ms"] == report["tpot_ms"]["mean"]
+    assert (saved["num_prompts"], saved["request_rate"]) == (3, "inf")
+    assert saved["metadata"] == {"gpu": "h200"}
+    assert "requests" not in saved
+
+
 # -- the whole command against a server of which everything is known
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -63,7 +64,12 @@ class HttpClient:
     Idle connections are reused. Use it from one event loop.
     """
 
-    def __init__(self, address: Address, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        api_key: str | None = None,
+        more_headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
         self.address = address
         self._idle: list[_Connection] = []
         self._tls = ssl.create_default_context() if address.is_tls else None
@@ -71,6 +77,7 @@ class HttpClient:
         headers = [f"Host: {host}:{address.port}", f"User-Agent: penstock/{penstock.__version__}"]
         if api_key is not None:
             headers.append(f"Authorization: Bearer {api_key}")
+        headers += [f"{name}: {value}" for name, value in more_headers]
         self._headers = "".join(f"{header}\r\n" for header in headers)
 
     async def get(self, path: str, receiver: Receiver) -> None:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +22,21 @@ from penstock.protocol.errors import RequestFault
 
 _TRIAL = BenchRequest([1, 2, 3, 4], 1)
 _REFUSALS = (400, 422)  # statuses by which a server may refuse a request's fields
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A rate that rises (or falls) from the first request to the last."""
+
+    strategy: Literal["linear", "exponential"]
+    start_rps: float
+    end_rps: float
+
+    def rate(self, share: float) -> float:
+        """Requests per second after `share` (0 to 1) of the requests."""
+        if self.strategy == "linear":
+            return self.start_rps + (self.end_rps - self.start_rps) * share
+        return float(self.start_rps * (self.end_rps / self.start_rps) ** share)
 
 
 @dataclass(frozen=True)
@@ -37,14 +53,21 @@ class Load:
     burstiness: float = 1.0
     max_concurrency: int | None = None
     timeout_s: float = 600.0
+    ramp: Ramp | None = None  # then `request_rate` is not used
 
     def due_times(self, num_requests: int, seed: int) -> list[float]:
         """The send time of each request, in seconds from the start. The first is 0."""
-        if math.isinf(self.request_rate):
+        if math.isinf(self.request_rate) and self.ramp is None:
             return [0.0] * num_requests
         rng = random.Random(f"arrivals {seed}")
-        scale = 1 / (self.request_rate * self.burstiness)
-        gaps = (rng.gammavariate(self.burstiness, scale) for _ in range(num_requests - 1))
+
+        def rate(index: int) -> float:
+            return self.ramp.rate(index / num_requests) if self.ramp else self.request_rate
+
+        gaps = (
+            rng.gammavariate(self.burstiness, 1 / (rate(index) * self.burstiness))
+            for index in range(num_requests - 1)
+        )
         return list(itertools.accumulate(gaps, initial=0.0))
 
 
@@ -65,7 +88,10 @@ async def run_load(
     load: Load,
     on_done: Callable[[], object] = lambda: None,
 ) -> LoadResult:
-    """Send every request at its time and wait for all answers."""
+    """Send every request at its time and wait for all answers.
+
+    Later turns of a conversation follow as soon as the turn before them is answered.
+    """
     places = asyncio.Semaphore(load.max_concurrency or len(requests))
     num_in_flight = max_in_flight = 0
 
@@ -74,20 +100,29 @@ async def run_load(
         num_in_flight += 1
         max_in_flight = max(max_in_flight, num_in_flight)
         try:
-            await ask(client, dialect, request, record, load.timeout_s)
+            while True:
+                record.texts = [] if request.followups else None
+                await ask(client, dialect, request, record, load.timeout_s)
+                on_done()
+                following = None if record.error is not None else request.next_turn(record.text)
+                if following is None:
+                    break
+                request, record = following, dialect.new_record(time.perf_counter())
+                records.append(record)
         finally:
             num_in_flight -= 1
             places.release()
-        on_done()
 
     started = time.perf_counter()
-    records, sending = [], []
+    records: list[StreamRecord] = []
+    sending = []
     for request, due in zip(requests, due_times, strict=True):
         while (wait_s := started + due - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)  # may end a little early
         await places.acquire()
-        records.append(dialect.new_record(started + due))
-        sending.append(asyncio.ensure_future(send(request, records[-1])))
+        record = dialect.new_record(started + due)
+        records.append(record)
+        sending.append(asyncio.ensure_future(send(request, record)))
     await asyncio.gather(*sending)
     return LoadResult(records, started, time.perf_counter(), max_in_flight)
 
@@ -108,6 +143,7 @@ async def warm_up(
     rng = random.Random(f"warm-up {seed}")
     sent = []
     for request in itertools.islice(itertools.cycle(requests), count):
+        request = replace(request, followups=())
         if not isinstance(request.prompt, str):
             request = replace(request, prompt=[rng.randint(0, VOCAB) for _ in request.prompt])
         sent.append(request)

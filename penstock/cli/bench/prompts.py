@@ -16,6 +16,8 @@ from penstock.cli.bench.workloads import Length, Shape, Workload, named_workload
 from penstock.protocol.errors import ConfigError
 
 DEFAULT_NUM_PROMPTS = 100
+DEFAULT_NUM_TURNS, DEFAULT_NUM_PREFIXES, DEFAULT_PREFIX_LEN = 4, 10, 256
+DATASETS = ("random", "prefix_repetition", "conversations", "sharegpt", "custom")
 
 # Words that replace token ids for servers that take only text: one token each for most models.
 _TEXT = (
@@ -35,6 +37,16 @@ class BenchRequest:
     prompt: list[int] | str
     output_len: int
     model: str | None = None  # None: the benchmark's
+    followups: tuple[str, ...] = ()  # the user's later turns
+    history: tuple[str, ...] = ()  # the user's and the model's texts before the prompt, in turn
+
+    def next_turn(self, answer: str) -> BenchRequest | None:
+        """The request that follows the answer to this one, if the conversation goes on."""
+        if not self.followups:
+            return None
+        prompt, *later = self.followups
+        history = (*self.history, self.text(), answer)
+        return replace(self, prompt=prompt, followups=tuple(later), history=history)
 
     def text(self) -> str:
         """The prompt as text. Token ids become one word each."""
@@ -51,6 +63,10 @@ class PromptSet:
     requests: list[BenchRequest]
     temperature: float
     ignore_eos: bool  # lengths are exact
+
+    @property
+    def has_turns(self) -> bool:
+        return any(request.followups for request in self.requests)
 
     @staticmethod
     def of_workload(workload: Workload) -> PromptSet:
@@ -69,30 +85,95 @@ def pick_models(
 
 def prompts_from_args(args: argparse.Namespace) -> PromptSet:
     """Read the prompts. Raises `ConfigError` for conflicting flags and empty files."""
+    _refuse_others(args)
     if args.workload is not None:
-        _refuse(args, f"workload {args.workload}", ["num_prompts", "input_len", "output_len"])
-        _refuse(args, f"workload {args.workload}", ["range_ratio", "dataset", "dataset_path"])
         return PromptSet.of_workload(named_workload(args.workload))
+    output_len = args.output_len or DEFAULT_LEN
+    count = args.num_prompts or DEFAULT_NUM_PROMPTS
     if args.dataset == "custom":
-        if args.dataset_path is None:
-            raise ConfigError("dataset custom needs a file: give --dataset-path")
-        _refuse(args, "dataset custom", ["input_len", "range_ratio"])
-        requests = read_prompts(args.dataset_path, args.output_len or DEFAULT_LEN)
-        count = args.num_prompts or len(requests)
-        chosen = list(itertools.islice(itertools.cycle(requests), count))
+        requests = read_prompts(_path(args), output_len)
+        chosen = list(
+            itertools.islice(itertools.cycle(requests), args.num_prompts or len(requests))
+        )
         return PromptSet(args.dataset_path.name, chosen, temperature=0.0, ignore_eos=False)
-    _refuse(args, "dataset random", ["dataset_path"])
+    if args.dataset == "sharegpt" or (args.dataset == "conversations" and args.dataset_path):
+        from penstock.cli.bench.datasets import read_sharegpt
+
+        conversations = read_sharegpt(
+            _path(args), args.output_len, only_first=args.dataset == "sharegpt"
+        )
+        random.Random(f"sharegpt {args.seed}").shuffle(conversations)
+        chosen = list(itertools.islice(itertools.cycle(conversations), count))
+        return PromptSet(args.dataset_path.name, chosen, temperature=0.0, ignore_eos=False)
+    if args.dataset == "conversations":
+        from penstock.cli.bench.datasets import random_conversations
+
+        requests = random_conversations(
+            count,
+            args.num_turns or DEFAULT_NUM_TURNS,
+            args.input_len or DEFAULT_LEN,
+            output_len,
+            args.seed,
+        )
+        return PromptSet("conversations", requests, temperature=0.0, ignore_eos=True)
+    if args.dataset == "prefix_repetition":
+        from penstock.cli.bench.datasets import shared_prefixes
+
+        requests = shared_prefixes(
+            count,
+            args.prefix_repetition_num_prefixes or DEFAULT_NUM_PREFIXES,
+            args.prefix_repetition_prefix_len or DEFAULT_PREFIX_LEN,
+            args.prefix_repetition_suffix_len or DEFAULT_PREFIX_LEN,
+            output_len,
+            args.seed,
+        )
+        return PromptSet("prefix_repetition", requests, temperature=0.0, ignore_eos=True)
     ratio = args.range_ratio or 0.0
     shape = Shape(
-        num_requests=args.num_prompts or DEFAULT_NUM_PROMPTS,
+        num_requests=count,
         input_len=_around(args.input_len or DEFAULT_LEN, ratio),
-        output_len=_around(args.output_len or DEFAULT_LEN, ratio),
+        output_len=_around(output_len, ratio),
     )
-    return PromptSet.of_workload(random_workload(shape, seed=args.seed))
+    prompts = PromptSet.of_workload(random_workload(shape, seed=args.seed))
+    if args.random_prefix_len:
+        from penstock.cli.bench.datasets import with_prefix
+
+        return replace(prompts, requests=with_prefix(prompts.requests, args.random_prefix_len))
+    return prompts
 
 
-def _refuse(args: argparse.Namespace, what: str, names: list[str]) -> None:
-    if extra := [name for name in names if getattr(args, name) is not None]:
+def _path(args: argparse.Namespace) -> Path:
+    if args.dataset_path is None:
+        raise ConfigError(f"dataset {args.dataset} needs a file: give --dataset-path")
+    path: Path = args.dataset_path
+    return path
+
+
+# The flags that only some datasets read.
+_FLAGS_OF = {
+    "random": {"input_len", "range_ratio", "random_prefix_len"},
+    "prefix_repetition": {
+        "prefix_repetition_prefix_len",
+        "prefix_repetition_suffix_len",
+        "prefix_repetition_num_prefixes",
+    },
+    "conversations": {"input_len", "num_turns", "dataset_path"},
+    "sharegpt": {"dataset_path"},
+    "custom": {"dataset_path"},
+}
+
+
+def _refuse_others(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for flags that would have no effect."""
+    names = set().union(*_FLAGS_OF.values())
+    if args.workload is not None:
+        what, names = f"workload {args.workload}", {*names, "num_prompts", "output_len", "dataset"}
+    else:
+        dataset = args.dataset or "random"
+        what, names = f"dataset {dataset}", names - _FLAGS_OF[dataset]
+        if dataset == "conversations" and args.dataset_path is not None:
+            names |= {"input_len", "num_turns"}
+    if extra := sorted(name for name in names if getattr(args, name) is not None):
         raise ConfigError(f"{what} fixes this already: drop {', '.join(extra)}")
 
 

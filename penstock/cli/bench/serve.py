@@ -6,210 +6,62 @@ import argparse
 import contextlib
 import json
 import math
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import penstock
-from penstock.cli.bench.common import (
-    DEFAULT_LEN,
-    add_json_argument,
-    natural_int,
-    positive_int,
-    write_report,
-)
-from penstock.cli.bench.prompts import (
-    DEFAULT_NUM_PROMPTS,
-    PromptSet,
-    pick_models,
-    prompts_from_args,
-)
-from penstock.cli.bench.workloads import NAMES
+from penstock.cli.bench.common import write_report
+from penstock.cli.bench.prompts import PromptSet, pick_models, prompts_from_args
+from penstock.cli.bench.serve_flags import SAMPLING_FIELDS, add_arguments
 from penstock.cli.serve import run_in_event_loop
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.cli.bench.http import HttpClient
-    from penstock.cli.bench.load import Load, LoadResult
+    from penstock.cli.bench.load import Load, LoadResult, Ramp
     from penstock.cli.bench.streams import Dialect
 
-GOALS = ("ttft", "tpot", "e2el")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_server_arguments(parser.add_argument_group("server"))
-    _add_prompt_arguments(parser.add_argument_group("prompts"))
-    _add_load_arguments(parser.add_argument_group("load"))
-    group = parser.add_argument_group("report")
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        type=goal,
-        default=[],
-        metavar="NAME:MS",
-        help="Count requests that meet all of these SLOs (ms), such as ttft:500 tpot:50 e2el:5000.",
-    )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="Also plot the run as a PNG.")
-    add_json_argument(group)
-
-
-def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--base-url",
-        required=True,
-        metavar="URL",
-        help="Server to measure, such as http://127.0.0.1:8000.",
-    )
-    group.add_argument(
-        "--backend",
-        choices=("openai", "openai-chat", "openai-embeddings"),
-        default="openai",
-        help="API to use: /v1/completions, /v1/chat/completions or /v1/embeddings "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--model", metavar="NAME", help="Model name (default: the first of /v1/models)"
-    )
-    group.add_argument(
-        "--lora-modules",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="LoRA adapters that the server knows. Each request asks for one of them or for the "
-        "model, at random.",
-    )
-    group.add_argument("--api-key", metavar="TEXT", help="API key, sent as a bearer token.")
-    group.add_argument(
-        "--timeout",
-        type=positive_float,
-        default=600.0,
-        metavar="S",
-        help="Timeout per request in seconds (default: %(default)s)",
-    )
-    group.add_argument(
-        "--extra-body",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help='Extra fields for every request, such as {"top_k": 5}; null removes a field.',
-    )
-
-
-def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--workload", choices=NAMES, help="Reference workload.")
-    group.add_argument(
-        "--dataset",
-        choices=("random", "custom"),
-        help="Random prompts, or those in --dataset-path (default: random)",
-    )
-    group.add_argument(
-        "--dataset-path",
-        type=Path,
-        metavar="FILE",
-        help="JSON Lines file with prompt and output_len.",
-    )
-    group.add_argument(
-        "--num-prompts",
-        type=positive_int,
-        metavar="N",
-        help=f"Number of requests (default: {DEFAULT_NUM_PROMPTS}, or all in the file)",
-    )
-    for flag, what in (("--input-len", "Prompt"), ("--output-len", "Output")):
-        text = f"{what} tokens per request (default: {DEFAULT_LEN})"
-        group.add_argument(flag, type=positive_int, metavar="N", help=text)
-    group.add_argument(
-        "--range-ratio",
-        type=ratio,
-        metavar="R",
-        help="Draw lengths from (1 - R) to (1 + R) times these values (default: 0)",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="Sampling temperature (default: the workload's, or 0)",
-    )
-    group.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="Always generate the full output length (default: on, off for --dataset custom)",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Seed for prompts, arrival times and LoRA adapters (default: 0)",
-    )
-
-
-def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--request-rate",
-        type=positive_float,
-        default=math.inf,
-        metavar="R",
-        help="Average requests per second (default: inf, all at once)",
-    )
-    group.add_argument(
-        "--burstiness",
-        type=positive_float,
-        default=1.0,
-        metavar="X",
-        help="1: Poisson arrivals; lower: burstier; higher: more even (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-concurrency",
-        type=positive_int,
-        metavar="N",
-        help="Maximum requests in flight; further ones wait (default: no limit)",
-    )
-    group.add_argument(
-        "--num-warmups",
-        type=natural_int,
-        default=0,
-        metavar="N",
-        help="Warm-up requests, not measured (default: %(default)s)",
-    )
-
-
-def positive_float(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return number
-
-
-def ratio(text: str) -> float:
-    if not 0 <= (number := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, got {text}")
-    return number
-
-
-def goal(text: str) -> tuple[str, float]:
-    name, _, limit = text.partition(":")
-    if name not in GOALS:
-        raise argparse.ArgumentTypeError(f"must begin with {', '.join(GOALS)} and :, got {text}")
-    return name, positive_float(limit)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be JSON, got {text}: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
-    return value
+DEFAULT_URL = "http://127.0.0.1:8000"
+__all__ = ["add_arguments", "run"]
 
 
 def refuse_generation_flags(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for flags that only apply to generation."""
-    names = ("output_len", "temperature", "ignore_eos")
+    names = ("output_len", "temperature", "ignore_eos", *SAMPLING_FIELDS)
     extra = [name for name in names if getattr(args, name) is not None]
     extra += [f"goodput {name}" for name, _ in args.goodput if name != "e2el"]
     if extra:
         raise ConfigError(f"openai-embeddings generates nothing: drop {', '.join(extra)}")
+
+
+def complete_args(args: argparse.Namespace) -> None:
+    """Resolve the flags that stand for others. Raises `ConfigError`."""
+    if args.backend == "vllm":
+        args.backend = "openai"
+    if args.base_url is not None and (args.host or args.port):
+        raise ConfigError("base_url says host and port already: drop --host and --port")
+    if args.host or args.port:
+        args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+    args.base_url = args.base_url or DEFAULT_URL
+    if args.endpoint is not None and not args.endpoint.startswith("/"):
+        raise ConfigError(f"endpoint must begin with /, got {args.endpoint!r}")
+
+
+def ramp_from_args(args: argparse.Namespace) -> Ramp | None:
+    from penstock.cli.bench.load import Ramp
+
+    ends = args.ramp_up_start_rps, args.ramp_up_end_rps
+    if args.ramp_up_strategy is None:
+        if any(ends):
+            raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+        return None
+    if not all(ends):
+        raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if not math.isinf(args.request_rate):
+        raise ConfigError("--ramp-up-strategy sets the rate already: drop --request-rate")
+    return Ramp(args.ramp_up_strategy, *ends)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,17 +69,26 @@ def run(args: argparse.Namespace) -> int:
     from penstock.cli.bench.load import Load
     from penstock.cli.bench.plot import require_matplotlib
 
+    complete_args(args)
     if args.backend == "openai-embeddings":
         refuse_generation_flags(args)
     prompts = prompts_from_args(args)
+    if prompts.has_turns and args.backend != "openai-chat":
+        raise ConfigError("conversations need a chat API: give --backend openai-chat")
     address = Address.parse(args.base_url)
-    load = Load(args.request_rate, args.burstiness, args.max_concurrency, args.timeout)
+    load = Load(
+        args.request_rate,
+        args.burstiness,
+        args.max_concurrency,
+        args.timeout,
+        ramp=ramp_from_args(args),
+    )
     if args.plot is not None:
         require_matplotlib()
     raise_open_files_limit()
 
     async def main() -> int:
-        with contextlib.closing(HttpClient(address, args.api_key)) as client:
+        with contextlib.closing(HttpClient(address, args.api_key, args.header)) as client:
             dialect, result = await measure(client, args, prompts, load)
         return report(args, prompts, load, dialect, result)
 
@@ -248,13 +109,15 @@ async def measure(
     if generates:
         temperature = prompts.temperature if args.temperature is None else args.temperature
         ignore_eos = prompts.ignore_eos if args.ignore_eos is None else args.ignore_eos
-        fields = {"temperature": temperature, "ignore_eos": ignore_eos or None}
+        fields = {name: getattr(args, name) for name in SAMPLING_FIELDS}
+        fields |= {"temperature": temperature, "ignore_eos": ignore_eos or None}
     dialect = Dialect(
         backend=args.backend,
         model=args.model or await first_model(client, load.timeout_s),
         fields=fields | args.extra_body,
         takes_token_ids=args.backend != "openai-chat",
         takes_usage=generates,
+        endpoint=args.endpoint,
     )
     dialect = await agree(client, dialect, load.timeout_s)
     requests = prompts.requests
@@ -263,7 +126,8 @@ async def measure(
     await warm_up(client, dialect, requests, args.num_warmups, load, args.seed)
     due_times = load.due_times(len(requests), args.seed)
     before = await read_drafts(client, load.timeout_s) if generates else None
-    with tqdm(total=len(requests), unit="request", disable=None) as progress:
+    num_turns = sum(1 + len(request.followups) for request in requests)
+    with tqdm(total=num_turns, unit="request", disable=args.disable_tqdm or None) as progress:
         result = await run_load(client, dialect, requests, due_times, load, progress.update)
     if before is not None:
         after = await read_drafts(client, load.timeout_s)
@@ -278,7 +142,7 @@ def report(
     from penstock.cli.bench.plot import plot
     from penstock.cli.bench.serve_report import render, summarize, summarize_embeddings
 
-    setting = {
+    setting: dict[str, Any] = {
         "base_url": args.base_url,
         "model": dialect.model,
         "lora_modules": args.lora_modules,
@@ -290,15 +154,40 @@ def report(
         "max_concurrency": load.max_concurrency,
         "seed": args.seed,
         "num_warmups": args.num_warmups,
-        "fields": dict(dialect.fields),
+        "fields": {name: value for name, value in dialect.fields.items() if value is not None},
+        "metadata": dict(args.metadata),
     }
+    if load.ramp is not None:
+        setting["ramp_up"] = asdict(load.ramp)
     summarize_run = summarize_embeddings if args.backend == "openai-embeddings" else summarize
-    summary = summarize_run(result, dict(args.goodput))
+    summary = summarize_run(result, dict(args.goodput), args.metric_percentiles)
     document = {"benchmark": "serve", "penstock": penstock.__version__, **setting, **summary}
-    write_report(render(setting, summary), document, args.json)
+    write_report(render(setting, summary, args.percentile_metrics), document, args.json)
+    if args.save_result:
+        save_result(args, document)
     if args.plot is not None:
         plot(document, args.plot)
     return 0 if summary["completed"] else 1
+
+
+def save_result(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Write the report to a file with vLLM's name and vLLM's keys beside ours."""
+    from penstock.cli.bench.serve_report import with_vllm_keys
+
+    when = time.strftime("%Y%m%d-%H%M%S")
+    rate = "inf" if document["request_rate"] is None else f"{document['request_rate']:g}"
+    model = document["model"].rpartition("/")[2]
+    name = args.result_filename or f"{document['backend']}-{rate}qps-{model}-{when}.json"
+    path = (args.result_dir or Path()) / name
+    kept = {key: value for key, value in document.items() if key != "requests"}
+    if args.save_detailed:
+        kept["requests"] = document["requests"]
+    kept |= with_vllm_keys(document) | {"date": when}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(kept, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def raise_open_files_limit() -> None:

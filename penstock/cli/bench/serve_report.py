@@ -15,9 +15,17 @@ from penstock.cli.bench.streams import StreamRecord
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 
 
-def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, Any]:
+DEFAULT_PERCENTILES = (90.0, 99.0)
+
+
+def summarize(
+    result: LoadResult,
+    goals_ms: Mapping[str, float],
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+) -> dict[str, Any]:
     """Compute all numbers of a run. Rates count completed requests over the whole run."""
     done = [record for record in result.records if record.error is None]
+    delays = [record.sent - record.due for record in result.records]
     elapsed = result.ended - result.started
     num_input = sum(record.num_input_tokens or 0 for record in done)
     num_output = sum(record.num_output_tokens for record in done)
@@ -34,19 +42,26 @@ def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, An
         summary |= summarize_drafts(**asdict(result.drafts))
     summary |= _goodput(result, done, goals_ms)
     summary |= {
-        "ttft_ms": spread_ms([record.ttft for record in done]),
-        "tpot_ms": spread_ms([record.tpot for record in done if record.tpot is not None]),
-        "itl_ms": spread_ms([itl for record in done for itl in record.itls]),
-        "e2el_ms": spread_ms([record.e2e for record in done]),
-        "start_delay_ms": spread_ms([record.sent - record.due for record in result.records]),
+        "ttft_ms": spread_ms([record.ttft for record in done], percentiles),
+        "tpot_ms": spread_ms(
+            [record.tpot for record in done if record.tpot is not None], percentiles
+        ),
+        "itl_ms": spread_ms([itl for record in done for itl in record.itls], percentiles),
+        "e2el_ms": spread_ms([record.e2e for record in done], percentiles),
+        "start_delay_ms": spread_ms(delays, percentiles),
         "requests": [_row(record, result.started) for record in result.records],
     }
     return summary
 
 
-def summarize_embeddings(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, Any]:
+def summarize_embeddings(
+    result: LoadResult,
+    goals_ms: Mapping[str, float],
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+) -> dict[str, Any]:
     """Compute the numbers of a run in which each request is one text and each answer a vector."""
     done = [record for record in result.records if record.error is None]
+    delays = [record.sent - record.due for record in result.records]
     elapsed = result.ended - result.started
     num_input = sum(record.num_input_tokens or 0 for record in done)
     return (
@@ -58,8 +73,8 @@ def summarize_embeddings(result: LoadResult, goals_ms: Mapping[str, float]) -> d
         }
         | _goodput(result, done, goals_ms)
         | {
-            "e2el_ms": spread_ms([record.e2e for record in done]),
-            "start_delay_ms": spread_ms([record.sent - record.due for record in result.records]),
+            "e2el_ms": spread_ms([record.e2e for record in done], percentiles),
+            "start_delay_ms": spread_ms(delays, percentiles),
             "requests": [_embedding_row(record, result.started) for record in result.records],
         }
     )
@@ -88,7 +103,9 @@ def _goodput(
     }
 
 
-def spread_ms(seconds: list[float]) -> dict[str, float] | None:
+def spread_ms(
+    seconds: list[float], percentiles: Sequence[float] = DEFAULT_PERCENTILES
+) -> dict[str, float] | None:
     """Summarize times in milliseconds, or None if nothing was measured."""
     if not seconds:
         return None
@@ -97,8 +114,7 @@ def spread_ms(seconds: list[float]) -> dict[str, float] | None:
         "mean": statistics.fmean(ordered),
         "median": percentile(ordered, 0.5),
         "std": statistics.pstdev(ordered),
-        "p90": percentile(ordered, 0.9),
-        "p99": percentile(ordered, 0.99),
+        **{f"p{share:g}": percentile(ordered, share / 100) for share in percentiles},
         "max": ordered[-1],
     }
 
@@ -144,8 +160,27 @@ def _embedding_row(record: StreamRecord, started: float) -> dict[str, Any]:
     }
 
 
-def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """Format the table."""
+def with_vllm_keys(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a report under the names that vLLM's reports have."""
+    rate, prompts = document["request_rate"], document["completed"] + document["failed"]
+    keys = {
+        "backend": document["backend"],
+        "model_id": document["model"],
+        "num_prompts": prompts,
+        "request_rate": "inf" if rate is None else rate,
+        "duration": document["duration_s"],
+        "request_goodput": document.get("request_goodput"),
+    }
+    for name in LATENCIES:
+        for statistic, value in (document.get(f"{name}_ms") or {}).items():
+            keys[f"{statistic}_{name}_ms"] = value
+    return keys
+
+
+def render(
+    setting: Mapping[str, Any], summary: Mapping[str, Any], shown: Sequence[str] | None = None
+) -> str:
+    """Format the table. `shown`: names of the latencies; None: all."""
     models = [setting["model"], *setting["lora_modules"]]
     rows = [
         ("server", f"{setting['base_url']}, {', '.join(models)}"),
@@ -184,10 +219,11 @@ def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         goodput = f"{summary['request_goodput']:.2f} requests/s"
         rows.append(("goodput", f"{goodput} ({summary['good_share']:.0%}) with {goals}"))
     lines = [f"{name:<12}{text}" for name, text in rows]
-    columns = ("mean", "median", "std", "p90", "p99", "max")
+    measured = next((summary[f"{key}_ms"] for key in LATENCIES if summary.get(f"{key}_ms")), None)
+    columns = list(measured or ("mean", "median", "std", "p90", "p99", "max"))
     lines += ["", f"{'ms':<12}" + "".join(f"{column:>10}" for column in columns)]
     for key, title in LATENCIES.items():
-        if f"{key}_ms" not in summary:
+        if f"{key}_ms" not in summary or (shown is not None and key not in shown):
             continue
         values = summary[f"{key}_ms"]
         cells = (f"{values[column]:.2f}" if values else "-" for column in columns)
@@ -200,6 +236,9 @@ def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
 
 def describe_load(setting: Mapping[str, Any]) -> str:
     rate, most = setting["request_rate"], setting["max_concurrency"]
+    if (ramp := setting.get("ramp_up")) is not None:
+        sent = f"{ramp['start_rps']:g} to {ramp['end_rps']:g} requests/s, {ramp['strategy']}"
+        return sent if most is None else f"{sent}, at most {most} in flight"
     sent = "all at once" if rate is None else f"{rate:g} requests/s"
     if rate is not None and setting["burstiness"] != 1:
         sent += f" (burstiness {setting['burstiness']:g})"

@@ -32,10 +32,11 @@ class Dialect:
     fields: Mapping[str, Any] = field(default_factory=dict)  # last; None removes a field
     takes_token_ids: bool = True
     takes_usage: bool = True
+    endpoint: str | None = None  # instead of the backend's path
 
     @property
     def path(self) -> str:
-        return PATHS[self.backend]
+        return self.endpoint or PATHS[self.backend]
 
     def prompt_kind(self, requests: Sequence[BenchRequest]) -> str:
         """Describe how the prompts are sent."""
@@ -53,7 +54,11 @@ class Dialect:
         else:
             body |= {"max_tokens": request.output_len, "stream": True}
             if self.backend == "openai-chat":
-                body["messages"] = [{"role": "user", "content": request.text()}]
+                turns = [*request.history, request.text()]  # the user's and the model's, in turn
+                body["messages"] = [
+                    {"role": ("user", "assistant")[index % 2], "content": text}
+                    for index, text in enumerate(turns)
+                ]
             else:
                 body["prompt"] = prompt
             if self.takes_usage:
@@ -95,6 +100,10 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
+
+    @property
+    def content(self) -> str:
+        return self.text or (self.delta.content if self.delta is not None else None) or ""
 
     @property
     def has_token(self) -> bool:
@@ -139,6 +148,7 @@ class StreamRecord:
         self.status = 0
         self.usage: _Usage | None = None
         self.error: str | None = None
+        self.texts: list[str] | None = None  # where the answer's text is needed
         self._clock = clock
         self._rest = b""  # an incomplete line
         self._has_ended = False
@@ -174,6 +184,8 @@ class StreamRecord:
         for choice in chunk.choices:
             if choice.has_token:
                 self.token_times.append(now)
+                if self.texts is not None:
+                    self.texts.append(choice.content)
             self._has_ended = self._has_ended or choice.finish_reason is not None
             self.last = now
 
@@ -192,6 +204,10 @@ class StreamRecord:
             self.error = error[:MAX_ERROR_CHARS]
 
     # -- afterwards, for a request that did not fail
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts or ())
 
     @property
     def num_output_tokens(self) -> int:
