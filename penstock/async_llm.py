@@ -27,7 +27,7 @@ from penstock.protocol.outputs import PoolingOutput, PoolingRequestOutput, Reque
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
-from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
+from penstock.text.frontend import Frontend, PreparedRequest
 from penstock.text.pooling import (
     InputOptions,
     InputTruncation,
@@ -35,6 +35,7 @@ from penstock.text.pooling import (
     pooling_info,
     prepare_pieces,
 )
+from penstock.text.prompts import Prompt, read_media, read_prompt
 from penstock.text.user_tokenizer import UserTokenizer
 
 
@@ -87,6 +88,8 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop the engine, even while it starts. Unfinished requests get `EngineDeadError`."""
+        if self._frontend is not None and self._frontend.media is not None:
+            self._frontend.media.close()
         starting, self._starting, self._frontend = self._starting, None, None
         if starting is None:
             return
@@ -128,7 +131,14 @@ class AsyncLLM:
         def prepare(frontend: Frontend, own_id: str) -> PreparedRequest:
             text, cache_salt = read_prompt(prompt)
             params = sampling_params or self.get_default_sampling_params()
-            return frontend.prepare(own_id, text, params, priority=priority, cache_salt=cache_salt)
+            return frontend.prepare(
+                own_id,
+                text,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                media=read_media(prompt),
+            )
 
         return self._run(prepare, request_id, lora_request)
 
@@ -142,11 +152,13 @@ class AsyncLLM:
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation. `template_options` go to the chat template."""
+        from penstock.conversation.media import take_media  # `generate` needs none of it
 
         def prepare(frontend: Frontend, own_id: str) -> PreparedRequest:
             params = sampling_params or self.get_default_sampling_params()
-            prompt = frontend.render_chat(messages, **template_options)
-            return frontend.prepare(own_id, prompt, params, add_special_tokens=False)
+            taken, media = take_media(frontend, messages)
+            prompt = frontend.render_chat(taken, **template_options)
+            return frontend.prepare(own_id, prompt, params, add_special_tokens=False, media=media)
 
         return self._run(prepare, request_id, lora_request)
 

@@ -27,12 +27,14 @@ from penstock.protocol.sampling import OutputKind, SamplingParams, check_int
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.collector import OutputCollector
-from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt, with_priorities
+from penstock.text.frontend import Frontend, PreparedRequest, open_media
+from penstock.text.prompts import Prompt, read_media, read_prompt, with_priorities
 from penstock.text.templates import read_chat_template
 from penstock.text.user_tokenizer import UserTokenizer
 
 if TYPE_CHECKING:
     from penstock.engine.arg_utils import EngineArgs
+    from penstock.media.content import MediaContent
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class LLM(PoolingMethods):
         chat = dataclasses.replace(self.config.chat, trust_request_chat_template=True)
         self.frontend = Frontend(self.config.model, source, self.engine.limits.max_model_len, chat)
         self.frontend.pooling = self.engine.executor.capabilities.pooling
+        open_media(self.frontend, self.config.media, source, self.engine.limits)
         self._ids = itertools.count()
         self._collector = OutputCollector()
         self._lora_requests = LoRARequests(self.config.lora)
@@ -135,7 +138,8 @@ class LLM(PoolingMethods):
         "tool_calls". `tool_choice` is then "none", "auto", "required" or
         {"function": {"name": ...}}.
         """
-        from penstock.conversation.output import join_steps  # `generate` needs none of it
+        from penstock.conversation.media import take_media  # `generate` needs none of these
+        from penstock.conversation.output import join_steps
         from penstock.conversation.prepare import check_template_kwargs, prepare_turn
         from penstock.conversation.request import TurnRequest, read_tool_choice, read_tools
 
@@ -179,6 +183,7 @@ class LLM(PoolingMethods):
                     item.message = join_steps([step]).message
                     item.finish_reason = step.finish_reason
             return outputs
+        taken = [take_media(self.frontend, conversation) for conversation in conversations]
         prompts = [
             self.frontend.render_chat(
                 conversation,
@@ -188,11 +193,11 @@ class LLM(PoolingMethods):
                 tools=tools,
                 **template_kwargs,
             )
-            for conversation in conversations
+            for conversation, _ in taken
         ]
         prepared = [
-            self._prepare(prompt, own, add_special_tokens=False)
-            for prompt, own in zip(prompts, params, strict=True)
+            self._prepare(prompt, own, add_special_tokens=False, media=media)
+            for prompt, own, (_, media) in zip(prompts, params, taken, strict=True)
         ]
         return self._run(with_adapters(prepared, adapters), use_tqdm)
 
@@ -212,8 +217,13 @@ class LLM(PoolingMethods):
         if isinstance(prompt, (str, Mapping)):
             request = self._prepare(prompt, params, keep_kind=True)
         else:
-            text = self.frontend.render_chat(prompt)
-            request = self._prepare(text, params, add_special_tokens=False, keep_kind=True)
+            from penstock.conversation.media import take_media
+
+            messages, media = take_media(self.frontend, prompt)
+            text = self.frontend.render_chat(messages)
+            request = self._prepare(
+                text, params, add_special_tokens=False, keep_kind=True, media=media
+            )
         (request,) = with_adapters([request], adapters)
         try:
             self._submit([request])
@@ -292,6 +302,8 @@ class LLM(PoolingMethods):
     def close(self) -> None:
         """Free the model's memory and stop worker processes."""
         self.engine.close()
+        if self.frontend.media is not None:
+            self.frontend.media.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -333,6 +345,7 @@ class LLM(PoolingMethods):
         add_special_tokens: bool = True,
         priority: int = 0,
         keep_kind: bool = False,
+        media: Sequence[MediaContent] = (),
     ) -> PreparedRequest:
         if not keep_kind:
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
@@ -344,6 +357,7 @@ class LLM(PoolingMethods):
             add_special_tokens=add_special_tokens,
             priority=priority,
             cache_salt=cache_salt,
+            media=media or read_media(prompt),
         )
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:

@@ -47,6 +47,8 @@ LONG_FILES = (  # the longest first
     "server/test_structured.py",
     "server/test_chaos.py",
     "server/test_hostile_load.py",
+    "server/test_images.py",
+    "models/test_vision.py",
     "engine/test_any_mix.py",
     "engine/test_gemma_gguf.py",
     "engine/test_default_model.py",

@@ -12,6 +12,7 @@ from penstock.config.engine import (
 )
 from penstock.config.kv_events import KVEventsConfig
 from penstock.config.lora import LoRAConfig
+from penstock.config.media import MediaConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.pooling import PoolingConfig
 from penstock.config.server import ServerConfig
@@ -25,6 +26,7 @@ __all__ = [
     "KVEventsConfig",
     "LoRAConfig",
     "LoadConfig",
+    "MediaConfig",
     "ModelConfig",
     "ObservabilityConfig",
     "ParallelConfig",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from penstock.config.chat import ChatConfig
 from penstock.config.kv_events import KVEventsConfig
 from penstock.config.lora import LoRAConfig
+from penstock.config.media import MediaConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.options import (
     Option,
@@ -251,6 +252,7 @@ class EngineConfig:
     chat: ChatConfig = field(default_factory=ChatConfig)
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

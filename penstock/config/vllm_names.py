@@ -128,18 +128,19 @@ NOT_SUPPORTED = {
     "ray_workers_use_nsight": _switch("ranks are processes on one machine"),
     "worker_cls": ForeignOption("leave it out", ("auto",)),
     "worker_extension_cls": ForeignOption("leave it out"),
-    "limit_mm_per_prompt": ForeignOption("images, video and audio are not supported yet"),
-    "mm_processor_kwargs": ForeignOption("images, video and audio are not supported yet"),
-    "mm_processor_cache_gb": ForeignOption("images, video and audio are not supported yet", (0, 4)),
     "mm_encoder_tp_mode": ForeignOption(
-        "images, video and audio are not supported yet", ("weights",)
+        "video, audio and images from other URLs are not supported yet", ("weights",)
     ),
-    "mm_encoder_only": _switch("images, video and audio are not supported yet"),
-    "language_model_only": _switch("images, video and audio are not supported yet"),
-    "media_io_kwargs": ForeignOption("images, video and audio are not supported yet"),
-    "allowed_local_media_path": ForeignOption("images, video and audio are not supported yet"),
-    "allowed_media_domains": ForeignOption("images, video and audio are not supported yet"),
-    "default_mm_loras": ForeignOption("images, video and audio are not supported yet"),
+    "mm_encoder_only": _switch("video, audio and images from other URLs are not supported yet"),
+    "allowed_local_media_path": ForeignOption(
+        "video, audio and images from other URLs are not supported yet"
+    ),
+    "allowed_media_domains": ForeignOption(
+        "video, audio and images from other URLs are not supported yet"
+    ),
+    "default_mm_loras": ForeignOption(
+        "video, audio and images from other URLs are not supported yet"
+    ),
     "lora_extra_vocab_size": ForeignOption("adapters cannot add tokens", (256,)),
     "long_lora_scaling_factors": ForeignOption("leave it out"),
     "num_speculative_tokens": ForeignOption("use speculative_config.num_speculative_tokens"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from penstock.conversation.media import take_media
 from penstock.conversation.output import Parsing, TurnReader
 from penstock.conversation.request import NamedTool, RunOptions, TurnRequest
 from penstock.protocol.choice import why_no_token
@@ -15,6 +16,9 @@ from penstock.text.frontend import Frontend, PreparedRequest
 from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import ParserContext
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.media.content import MediaContent
 
 GIVEN_APART = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
@@ -30,6 +34,11 @@ class PreparedTurn:
 
 def render_turn(frontend: Frontend, request: TurnRequest) -> str:
     """Render the prompt of a turn. Slow: call it in a thread."""
+    return _render(frontend, request)[0]
+
+
+def _render(frontend: Frontend, request: TurnRequest) -> tuple[str, list[MediaContent]]:
+    """The prompt, with placeholders for its media, and these."""
     if request.chat_template is not None and not frontend.chat.trust_request_chat_template:
         raise InputError(
             "chat_template is not allowed in requests: start the server with "
@@ -44,14 +53,16 @@ def render_turn(frontend: Frontend, request: TurnRequest) -> str:
     if request.chat_template is not None:
         options["chat_template"] = request.chat_template
     check_template_kwargs(request.template_kwargs, options)
+    messages, media = take_media(frontend, request.messages)
     try:
-        return frontend.render_chat(
-            request.messages,
+        prompt = frontend.render_chat(
+            messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             **options,
             **_template_kwargs(frontend, request),
         )
+        return prompt, media
     except RecursionError as error:
         raise InputError(
             "messages, documents and chat_template_kwargs must be nested less deeply", "messages"
@@ -71,7 +82,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], others: Collection[str] = (
 def prepare_turn(frontend: Frontend, request: TurnRequest, request_id: str) -> PreparedTurn:
     """Check, render and tokenize a turn. Raises `InputError`. Slow: call it in a thread."""
     _check_tool_choice(frontend, request)
-    prompt = render_turn(frontend, request)
+    prompt, media = _render(frontend, request)
     context = ParserContext(
         prompt=prompt[-PROMPT_TAIL:],
         continued=_continued_text(request),
@@ -81,7 +92,9 @@ def prepare_turn(frontend: Frontend, request: TurnRequest, request_id: str) -> P
     token_bytes = _token_bytes(frontend.tokenizer, request.params, markers)
     parsing = Parsing(frontend, request, replace(context, token_bytes=token_bytes))
     params = parsing.constrain(request.params)
-    prepared = prepare_request(frontend, prompt, params, request_id, request.options, markers)
+    prepared = prepare_request(
+        frontend, prompt, params, request_id, request.options, markers, media
+    )
     num_prompt_tokens = len(prepared.children[0].prompt_token_ids)
     return PreparedTurn(prepared, TurnReader(parsing, params.n, num_prompt_tokens))
 
@@ -137,7 +150,8 @@ def _continued_text(request: TurnRequest) -> str:
         return ""
     content = request.messages[-1].get("content")
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        texts = [part for part in content if isinstance(part, Mapping) and part["type"] == "text"]
+        return "".join(str(part.get("text", "")) for part in texts)
     return str(content or "")
 
 
@@ -159,8 +173,14 @@ def prepare_request(
     request_id: str,
     options: RunOptions,
     shown_tokens: Collection[str] = (),
+    media: Sequence[MediaContent] = (),
 ) -> PreparedRequest:
     """Check and tokenize a request. Raises `InputError`. Slow: call it in a thread."""
+    if options.truncation is not None and media:
+        raise InputError(
+            "truncate_prompt_tokens cannot be combined with images: leave one out",
+            "truncate_prompt_tokens",
+        )
     if options.truncation is not None:
         prompt = _truncate(frontend, options, prompt, params)
     prepared = frontend.prepare(
@@ -171,6 +191,7 @@ def prepare_request(
         priority=options.priority,
         cache_salt=options.cache_salt,
         shown_tokens=shown_tokens,
+        media=media,
     )
     child = prepared.children[0]
     if wrong := why_no_token(child, child.prompt_token_ids, frontend.vocab_size):

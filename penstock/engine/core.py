@@ -73,7 +73,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Later requests compute their whole prompts."""
         self._check_open()
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.kv.reset_prefix_cache()
         self._publish_kv_events()
 
     def report_cache(self) -> None:

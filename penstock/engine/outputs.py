@@ -49,7 +49,10 @@ async def start_engine(
         info = await loading
     finally:
         loading.cancel()
+    from penstock.text.frontend import open_media
+
     frontend.max_model_len, frontend.pooling = info.limits.max_model_len, info.pooling
+    open_media(frontend, found.media, source, info.limits)
     return found, source, frontend
 
 

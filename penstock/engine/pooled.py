@@ -29,7 +29,7 @@ from penstock.protocol.outputs import (
 )
 from penstock.protocol.pooling import NAMED, PoolingParams, PoolingTask
 from penstock.protocol.request import EngineRequest
-from penstock.text.frontend import Frontend, Prompt, read_prompt, with_priorities
+from penstock.text.frontend import Frontend
 from penstock.text.pooling import (
     InputOptions,
     InputTruncation,
@@ -39,6 +39,7 @@ from penstock.text.pooling import (
     pooling_info,
     prepare_pieces,
 )
+from penstock.text.prompts import Prompt, read_prompt, with_priorities
 from penstock.text.scoring import (
     check_instruction,
     pair_up,

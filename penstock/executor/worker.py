@@ -95,6 +95,9 @@ class Worker:
             raise ConfigError(
                 "enable_expert_parallel is for models with experts, and this one has none: drop it"
             )
+        if self.model.media_width:
+            rows = config.media.encoder_cache_tokens
+            self.limits = msgspec.structs.replace(self.limits, encoder_rows=rows)
         if drafter is not None:
             drafter.load(DraftSetup(self.model, config, source, platform, mesh, self.limits))
         if needs_whole_prompts(self.model):
@@ -153,6 +156,7 @@ class Worker:
             adapters=self.adapters,
             logprobs_mode=self.config.model.logprobs_mode,
             link=link,
+            takes_media=limits.encoder_rows > 0,
         )
         self._steps = StepQueue(self.runner)
 

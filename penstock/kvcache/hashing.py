@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 INT32_BYTES = 4
-NO_TOKEN = -1  # separates media from tokens in the hash
+NO_TOKEN = -1  # precedes the hash of media
 
 
 def hash_root(
@@ -38,7 +38,7 @@ class HashChain:
         self.hashes: list[bytes] = []  # one for each full unit
         self._hash = hashlib.sha256(root)  # of all units so far
         self._unit = unit
-        self._media = sorted(media.items()) if media else ()
+        self._media = list(media.items()) if media else []
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the new full units of `token_ids`."""
@@ -47,15 +47,17 @@ class HashChain:
         packed = struct.pack(f"<{max(end - start, 0)}i", *token_ids[start:end])
         update, digest, append = self._hash.update, self._hash.digest, self.hashes.append
         for (tokens,) in struct.iter_unpack(f"{INT32_BYTES * self._unit}s", packed):
-            update(tokens)
             if self._media:
-                update(self._media_within(len(self.hashes) * self._unit))
+                tokens = with_media(tokens, len(self.hashes) * self._unit, self._media)
+            update(tokens)
             append(digest())
 
-    def _media_within(self, start: int) -> bytes:
-        """Offset and hash of each media item that begins in the unit at position `start`."""
-        return b"".join(
-            struct.pack("<2i", NO_TOKEN, position - start) + content
-            for position, content in self._media
-            if start <= position < start + self._unit
-        )
+
+def with_media(packed: bytes, first: int, media: Iterable[tuple[int, bytes]]) -> bytes:
+    """Packed tokens from position `first` on, with the hash of each item before its first token."""
+    end = first + len(packed) // INT32_BYTES
+    for position, content in sorted(media, reverse=True):
+        if first <= position < end:
+            at = (position - first) * INT32_BYTES
+            packed = packed[:at] + struct.pack("<i", NO_TOKEN) + content + packed[at:]
+    return packed

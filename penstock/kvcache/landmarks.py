@@ -12,7 +12,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.kvcache.hashing import INT32_BYTES, hash_root
+from penstock.kvcache.hashing import INT32_BYTES, hash_root, with_media
 from penstock.protocol.prefix import CacheUpdate, PrefixKeys
 from penstock.protocol.request import EngineRequest
 
@@ -35,11 +35,15 @@ def landmarks(keys: PrefixKeys, request: EngineRequest) -> list[tuple[int, bytes
     root = hash_root(keys.model_fingerprint, keys.kv_dtype, request.cache_salt, adapter)
     token_ids = request.prompt_token_ids + request.output_token_ids
     num_blocks, block_bytes = len(token_ids) // keys.block_size, keys.block_size * INT32_BYTES
-    packed = memoryview(struct.pack(f"<{len(token_ids)}i", *token_ids))
+    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    media = [(item.offset, item.hash) for item in request.media]
     hashed, found = hashlib.sha256(root), []
     start, end = 0, 1
     while end <= num_blocks:
-        hashed.update(packed[start * block_bytes : end * block_bytes])
+        tokens = packed[start * block_bytes : end * block_bytes]
+        if media:
+            tokens = with_media(tokens, start * keys.block_size, media)
+        hashed.update(tokens)
         found.append((end * keys.block_size, hashed.digest()[:KEY_BYTES]))
         start, end = end, end + _spacing(end)
     return found

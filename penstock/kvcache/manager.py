@@ -40,6 +40,8 @@ class CacheableRequest(Protocol):
     @property
     def adapter_name(self) -> str | None: ...
     @property
+    def media_hashes(self) -> dict[int, bytes]: ...
+    @property
     def read_prefix_cache(self) -> bool: ...
 
 
@@ -277,7 +279,7 @@ class KVCacheManager:
         holding = self._holdings.get(request.request_id)
         if holding is None:
             root = self._hash_root(request.cache_salt, request.adapter_digest)
-            holding = _Holding(HashChain(root, self._unit), len(self.groups))
+            holding = _Holding(HashChain(root, self._unit, request.media_hashes), len(self.groups))
             self._holdings[request.request_id] = holding
             self._count_slots(holding)
             self._find_next_event(holding, 0)

@@ -22,6 +22,7 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
     generates: bool = True  # False: hidden states are pooled, without logits
+    takes_media: bool = False  # False: vision towers are not built
 
     def in_float32(self) -> Build:
         """For layers after pooling, which compute in float32 whatever the model's type."""

@@ -14,6 +14,14 @@ from penstock.ops.recurrent import StateStep, state_step
 
 
 @dataclass(frozen=True)
+class MediaRows:
+    """Rows of a step whose embeddings come from media."""
+
+    rows: torch.Tensor  # [n] int64
+    values: torch.Tensor  # [n, media_width]
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     caches: Mapping[str, torch.Tensor]  # KV cache of each layer, by layer name
     attention: Mapping[str, AttentionMetadata]  # by layer name
@@ -28,6 +36,7 @@ class ForwardContext:
     # nothing is pooled.
     second_segments: torch.Tensor | None = None
     adapters: AdapterStep | None = None  # None: no row uses an adapter
+    media: MediaRows | None = None  # None: no row is an image's or a video's
     _state_steps: dict[tuple[int, int], StateStep] = field(default_factory=dict)
 
     def state_step(self, name: str) -> StateStep:

@@ -87,6 +87,47 @@ class Rotary(nn.Module):
         return torch.cat([rotated[..., 0::2], rotated[..., 1::2], rest], dim=-1)
 
 
+class MRotary(Rotary):
+    """Rotary embedding over time, height and width (M-RoPE): each has some of the dimensions.
+
+    Text has the same position in all three, for which the plain angles are right.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        head_dim: int,
+        max_position: int,
+        parameters: Mapping[str, Any],
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__(build, head_dim, max_position, parameters, interleaved)
+        sections, half = parameters.get("mrope_section"), self.table.shape[-1] // 2
+        is_list = isinstance(sections, list) and all(isinstance(x, int) for x in sections)
+        if not is_list or len(sections or ()) != 3 or sum(sections or ()) != half:
+            raise ModelError(
+                f"config.json: mrope_section must be three integers whose sum is {half}, got "
+                f"{sections!r:.80}"
+            )
+        assert sections is not None
+        order = [axis for axis, size in enumerate(sections) for _ in range(size)]
+        if parameters.get("mrope_interleaved"):  # time, height, width, time, ... as far as they go
+            order = [0] * half
+            for axis in (1, 2):
+                for index in range(axis, 3 * sections[axis], 3):
+                    order[index] = axis
+        at = self.table.device
+        self.axes = torch.tensor(order, device=at)  # [rotary_dim / 2]: which position counts
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `Rotary`, of positions [n] or [3, n]."""
+        if positions.dim() == 1:
+            return super().angles(positions)
+        cos, sin = self.table[positions].chunk(2, dim=-1)  # [3, n, rotary_dim / 2] each
+        axes = self.axes.expand(1, cos.shape[1], -1)
+        return cos.gather(0, axes)[0].unsqueeze(1), sin.gather(0, axes)[0].unsqueeze(1)
+
+
 def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings of a config.json, in the older (`rope_scaling`) or newer spelling."""
     parameters: dict[str, Any] = {}
@@ -103,6 +144,8 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
             parameters.setdefault(name, config[name])
     # The name of longrope in Phi-3's first files.
     is_old_longrope = parameters["rope_type"] == "yarn" and parameters.get("long_factor")
+    if parameters["rope_type"] == "mrope":  # the frequencies are the plain ones
+        parameters["rope_type"] = "default"
     if parameters["rope_type"] == "su" or is_old_longrope:
         parameters["rope_type"] = "longrope"
     if parameters["rope_type"] not in SUPPORTED:

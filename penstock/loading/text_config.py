@@ -9,6 +9,8 @@ from penstock.protocol.errors import ModelError
 
 # By model_type: defaults of the text model's settings.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {"model_type": "qwen2_vl_text"},
+    "qwen2_5_vl": {"model_type": "qwen2_5_vl_text"},
     "gemma3": {
         "model_type": "gemma3_text",
         "vocab_size": 262_208,
@@ -31,6 +33,9 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+KEPT = ("quantization_config", "compression_config", "vision_config")
+
+
 def text_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the text model alone. Most files already are that."""
     text = config.get("text_config")
@@ -40,9 +45,7 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise ModelError(f"config.json: text_config must be an object, got {text!r:.80}")
     outer = {
-        key: value
-        for key, value in config.items()
-        if not key.endswith("_config") or key in ("quantization_config", "compression_config")
+        key: value for key, value in config.items() if not key.endswith("_config") or key in KEPT
     }
     said = {key: value for key, value in text.items() if value is not None}
     settings = {**outer, **defaults, **said, "architectures": config.get("architectures")}

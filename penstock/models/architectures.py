@@ -210,6 +210,12 @@ ENCODERS: dict[str, Architecture] = {
     ),
 }
 
+# Models that take images. `parity` names checkpoints of tests/tiny_vision.py.
+VISION: dict[str, Architecture] = {
+    **_own("Qwen2VLForConditionalGeneration", "qwen2_vl", "Qwen2-VL, QVQ", ("qwen2_vl",)),
+    **_own("Qwen2_5_VLForConditionalGeneration", "qwen2_vl", "Qwen2.5-VL", ("qwen2_5_vl",)),
+}
+
 # Architectures that run on transformers' code, with the checkpoints on which tokens were compared.
 RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "StableLmForCausalLM": ("stablelm",),

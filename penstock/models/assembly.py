@@ -59,6 +59,7 @@ def load_model(
         mesh=mesh,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
         generates=task == "generate",
+        takes_media=config.media.takes_media and task == "generate" and mesh.pp.size == 1,
     )
     merger = None
     settings = source.config

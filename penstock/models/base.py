@@ -76,6 +76,7 @@ class Model(nn.Module):
     weights: WeightTable  # assembly
     vocab_size: int  # executor
     hidden_size: int  # executor: of the output of `forward`
+    media_width: int = 0  # executor: of a row of media (`models/vision.py`); 0: it takes none
     pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, if no file says otherwise
     can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps
     gives_aux: ClassVar[bool] = False  # whether `forward` follows `aux_layers`

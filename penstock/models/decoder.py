@@ -111,6 +111,7 @@ class DecoderLM(Model):
     nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean the default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported by `mlp`
     interleaved_rotary: ClassVar[bool] = False
+    rotary_class: ClassVar[type[Rotary]] = Rotary
     embedding_multiplier: float = 1.0
     attention_class: ClassVar[type[RotaryAttention]] = RotaryAttention
 
@@ -137,7 +138,7 @@ class DecoderLM(Model):
         self.build = build
         self.config = config
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
-        self.rotary = Rotary(
+        self.rotary = self.rotary_class(
             build,
             config.head_dim,
             config.max_position,

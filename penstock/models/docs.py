@@ -10,6 +10,7 @@ from penstock.models.architectures import (
     ENCODERS,
     LOGITS_BY_TRANSFORMERS,
     RUN_BY_TRANSFORMERS,
+    VISION,
 )
 
 _INTRODUCTION = """\
@@ -44,6 +45,20 @@ runs with all of its heads: `Model`, `ForMaskedLM` (whose head is not loaded),
 On each, the hidden states of all tokens and the logits of both classifiers are within 1e-4 of
 transformers' in float32 on a CPU, each request alone and all in one batch
 (`tests/models/test_encoders.py`).
+
+| architecture | models | verified on |
+|---|---|---|
+"""
+
+_VISION = """
+## Vision-language models
+
+These models take images in prompts and chats (docs/vision.md). Without images, and with
+`--language-model-only`, they are language models like any other.
+
+**Verification.** The last column names small random checkpoints (`tests/tiny_vision.py`). On each,
+greedy tokens in float32 on a CPU equal those of transformers, for images of five shapes, in chunks,
+with a warm prefix cache and beside requests without images (`tests/models/test_vision.py`).
 
 | architecture | models | verified on |
 |---|---|---|
@@ -125,14 +140,17 @@ def render() -> str:
         for name, known in ENCODERS.items()
         if name.endswith("Model")
     ]
+    vision = [
+        f"| `{name}` | {known.models} | {_listed(known.parity)} |\n"
+        for name, known in VISION.items()
+    ]
     files = [f"| `{name}` | {known.models} |\n" for name, known in GGUF_ARCHITECTURES.items()]
     others = [f"| `{name}` | {_listed(on)} |\n" for name, on in sorted(RUN_BY_TRANSFORMERS.items())]
     kinds = textwrap.fill(_listed(LOGITS_BY_TRANSFORMERS), 98, break_on_hyphens=False) + ".\n"
     table = (*rows, "\n", *remarks)
     fallback = (_FALLBACK, *others, _LOGITS, kinds)
-    return "".join(
-        (_INTRODUCTION, *table, _ENCODERS, *encoders, _GGUF, *files, _GGUF_VERIFIED, *fallback)
-    )
+    models = (_INTRODUCTION, *table, _VISION, *vision, _ENCODERS, *encoders)
+    return "".join((*models, _GGUF, *files, _GGUF_VERIFIED, *fallback))
 
 
 def _listed(variants: tuple[str, ...]) -> str:

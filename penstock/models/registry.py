@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.models.architectures import ARCHITECTURES, ENCODERS
+from penstock.models.architectures import ARCHITECTURES, ENCODERS, VISION
 from penstock.models.plugins import FoundPlugin, find_plugins, plugin_models
 from penstock.protocol.errors import ModelError
 
@@ -79,7 +79,7 @@ def _bases(names: list[str]) -> list[str]:
 
 def is_known(names: object, plugins: list[FoundPlugin]) -> bool:
     """Whether one of these architectures has a class here or in a plugin."""
-    known = ARCHITECTURES.keys() | ENCODERS.keys() | plugin_models(plugins).keys()
+    known = {**ARCHITECTURES, **ENCODERS, **VISION, **plugin_models(plugins)}
     return any(name in known for name in _strings(names))
 
 
@@ -105,7 +105,7 @@ def find_model(names: object, plugins: list[FoundPlugin]) -> type[DecoderLM]:
                 "The plugin %r of %s cannot be used: %s", each.name, each.package, each.error
             )
     added = plugin_models(plugins)
-    known_here = {**ARCHITECTURES, **ENCODERS}
+    known_here = {**ARCHITECTURES, **ENCODERS, **VISION}
     targets = {name: known.target for name, known in known_here.items()} | added
     for name in _strings(names):
         if name in targets:

@@ -47,7 +47,7 @@ class DropAdapter(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-Job = FetchAdapter | PlaceAdapter | DropAdapter
+AdapterJob = FetchAdapter | PlaceAdapter | DropAdapter
 
 
 class FinishedJob(msgspec.Struct, frozen=True, omit_defaults=True):

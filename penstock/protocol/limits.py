@@ -17,6 +17,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_lookahead: int = 0  # tokens after those of a step for which the drafter needs KV blocks
     long_prefill_token_threshold: int = 0  # prompt tokens of one request in a step; 0: no limit
     enable_chunked_prefill: bool = True
+    encoder_rows: int = 0  # embeddings of media that workers keep; 0: the model takes none
 
     @property
     def max_draft_rows(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.protocol.adapter import Adapter
+from penstock.protocol.media import MediaItem
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.sampling import SamplingParams
 
@@ -49,6 +50,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_unpooled: int = 0  # tokens at the beginning that a mean leaves out
     second_segment: int | None = None  # where the second text of a pair begins, if that counts
     adapter: Adapter | None = None  # None: the base model
+    media: list[MediaItem] = []  # of the prompt, in the order of their offsets
 
     @property
     def is_new(self) -> bool:

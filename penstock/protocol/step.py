@@ -6,9 +6,12 @@ import enum
 
 import msgspec
 
-from penstock.protocol.adapter import FinishedJob, Job
+from penstock.protocol.adapter import AdapterJob, FinishedJob
+from penstock.protocol.media import MediaItem, MediaJob
 from penstock.protocol.pooling import Payload, PoolingParams
 from penstock.protocol.sampling import SamplingParams
+
+Job = AdapterJob | MediaJob
 
 NO_SLOT = -1  # the adapter slot of requests without one
 
@@ -29,6 +32,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     second_segment: int | None = None  # see EngineRequest
     cache_salt: str | None = None  # drafters share past outputs only between requests of one salt
     adapter_slot: int = NO_SLOT
+    media: list[MediaItem] = []  # in the order of their offsets
 
     @property
     def sampling(self) -> SamplingParams:

@@ -14,10 +14,10 @@ from penstock.layers.lora import AdapterWeights, LayerSlots
 from penstock.platforms.platform import is_out_of_memory
 from penstock.protocol.adapter import (
     Adapter,
+    AdapterJob,
     DropAdapter,
     FetchAdapter,
     FinishedJob,
-    Job,
     PlaceAdapter,
 )
 from penstock.protocol.errors import AdapterError, EngineDeadError, PenstockError
@@ -51,7 +51,7 @@ class AdapterStore:
         self._dropped: set[str] = set()  # while they were to be fetched
         self._finished: list[FinishedJob] = []
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[AdapterJob]) -> None:
         for job in jobs:
             if isinstance(job, FetchAdapter):
                 self._fetch(job.adapter)

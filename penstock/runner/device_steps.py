@@ -11,7 +11,8 @@ bit of the output.
 A graph reads the step's buffers, which never move. It ends at the logits, because the host may
 still change them (`sampling_graphs` follows). Steps larger than every bucket run without padding:
 for them the device is slower than the host. Models without a KV cache have larger buckets. Steps
-with adapters that need the host, such as those of experts, also run without padding. A step without
+with adapters that need the host, such as those of experts, also run without padding, and so do
+steps with prompts that have media. A step without
 adapters has graphs of its own, which know nothing of them, and so has one that the drafter does not
 observe.
 """
@@ -46,6 +47,7 @@ from penstock.runner.graphs import (
 )
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
+from penstock.runner.media import MediaStore, StepMedia
 from penstock.runner.tables import RequestTables
 
 logger = logging.getLogger(__name__)
@@ -65,10 +67,12 @@ class DeviceSteps:
         has_logits: bool = True,
         adapters: AdapterStore | None = None,
         drafter: Drafter | None = None,
+        media: MediaStore | None = None,
     ) -> None:
         self.model = model
         self.adapters = adapters
         self.drafter = drafter
+        self.media = media
         self.metrics = Counter[str]()
         num_slots = 0 if adapters is None else adapters.num_slots
         self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts, num_slots)
@@ -104,13 +108,14 @@ class DeviceSteps:
     ) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         """See `Steps`. Hidden states and logits are valid until the next step."""
         batch = self.buffers.batch(layout)
-        bucket = self._bucket_for(layout)
+        found = None if self.media is None else self.media.find(layout)
+        bucket = self._bucket_for(layout) if found is None else None
         observed = self.drafter is not None and self.drafter.sees(layout)
         if bucket is None:
             self.metrics["eager_steps"] += 1
             self.buffers.send(layout)
-            inputs = replace(batch.inputs, handed=handed)
-            hidden = self._compute(replace(exact_bucket(layout), observed=observed), inputs)
+            exact = replace(exact_bucket(layout), observed=observed)
+            hidden = self._compute(exact, replace(batch.inputs, handed=handed), found)
         else:
             bucket = replace(bucket, observed=observed)
             hidden = self._run_padded(bucket, layout, handed)
@@ -216,7 +221,9 @@ class DeviceSteps:
             decode_rows=bucket.width,
         )
 
-    def _compute(self, bucket: Bucket, inputs: ForwardInputs) -> Hidden:
+    def _compute(
+        self, bucket: Bucket, inputs: ForwardInputs, media: StepMedia | None = None
+    ) -> Hidden:
         """Compute the step that was sent.
 
         A decode bucket writes its logits, row by row, to `logits`.
@@ -224,6 +231,8 @@ class DeviceSteps:
         self.buffers.fill(bucket)
         if isinstance(inputs.context.adapters, DeviceAdapterStep):
             inputs.context.adapters.group()
+        if self.media is not None:
+            inputs = self.media.attach(inputs, media)
         hidden = forward(self.model, inputs)
         if self.drafter is not None and bucket.observed:
             self.drafter.observe(inputs, hidden)

@@ -27,6 +27,7 @@ from penstock.runner.tables import RequestTables
 
 if TYPE_CHECKING:
     from penstock.runner.drafter import Drafter
+    from penstock.runner.media import MediaStore
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,20 @@ class ForwardInputs:
     positions: torch.Tensor  # [num_tokens] int64: index of each token in its sequence
     context: ForwardContext
     handed: States | None = None  # by an earlier pipeline stage, instead of embedded tokens
+    rope_positions: torch.Tensor | None = None  # [num_tokens] or [3, num_tokens]; None: positions
 
 
 def forward(model: Model, inputs: ForwardInputs) -> Hidden:
     with forward_context(inputs.context):
-        if inputs.handed is None:
-            hidden = model.forward(model.embed(inputs.token_ids), inputs.positions)
+        positions = inputs.positions if inputs.rope_positions is None else inputs.rope_positions
+        if inputs.handed is not None:
+            hidden = model.resume(*inputs.handed, positions)
         else:
-            hidden = model.resume(*inputs.handed, inputs.positions)
+            x = model.embed(inputs.token_ids)
+            if inputs.context.media is not None:
+                media = inputs.context.media
+                x[media.rows] = media.values[:, : x.shape[1]].to(x.dtype)
+            hidden = model.forward(x, positions)
     adapters = inputs.context.adapters
     return hidden if adapters is None else replace(hidden, adapters=adapters)
 
@@ -118,6 +125,7 @@ class HostSteps:
     memory: KVMemory
     num_adapter_slots: int = 0
     drafter: Drafter | None = None
+    media: MediaStore | None = None
     metrics: Counter[str] = field(default_factory=Counter)
 
     @cached_property
@@ -130,6 +138,8 @@ class HostSteps:
         self.metrics["eager_steps"] += 1
         batch = self.materialize(layout)
         inputs = batch.inputs if handed is None else replace(batch.inputs, handed=handed)
+        if self.media is not None:
+            inputs = self.media.attach(inputs, self.media.find(layout))
         hidden = forward(self.model, inputs)
         if self.drafter is not None and self.drafter.sees(layout):
             self.drafter.observe(batch.inputs, hidden)

@@ -11,10 +11,11 @@ import torch
 from penstock.config.model import LogprobsMode
 from penstock.distributed.stage_link import EarlierStageFailed, StageLink, States
 from penstock.models.base import Hidden, Model
-from penstock.protocol.adapter import Job
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
+from penstock.protocol.media import MediaJob
 from penstock.protocol.step import (
+    Job,
     NewRequest,
     RequestResult,
     StepFailure,
@@ -37,6 +38,7 @@ from penstock.runner.tables import RequestTables
 
 if TYPE_CHECKING:
     from penstock.models.pooler import Pooler
+    from penstock.runner.media import MediaStore
 
 
 @dataclass
@@ -85,6 +87,7 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         link: StageLink | None = None,
+        takes_media: bool = False,
     ) -> None:
         self.model = model
         self.link = link
@@ -104,14 +107,18 @@ class ModelRunner:
             from penstock.runner.sampling_graphs import SamplingGraphs
 
             self.tables = DeviceTables(*sizes)
+            self.media = _make_media(model, self.tables) if takes_media else None
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
-                has_logits=computes_logits, adapters=adapters, drafter=drafter,
+                has_logits=computes_logits, adapters=adapters, drafter=drafter, media=self.media,
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
-            self.steps = HostSteps(model, self.tables, self.memory, num_adapter_slots, drafter)
+            self.media = _make_media(model, self.tables) if takes_media else None
+            self.steps = HostSteps(
+                model, self.tables, self.memory, num_adapter_slots, drafter, self.media
+            )
         self.head: Head
         if link is not None and not link.is_last:
             self.head = HandOver(link, self.tables)
@@ -182,10 +189,17 @@ class ModelRunner:
         )
 
     def run_jobs(self, jobs: Sequence[Job]) -> None:
-        """Run a plan's jobs, which count even if its step is skipped or fails."""
-        if jobs:
+        """Run a plan's jobs with adapters, which count even if its step is skipped or fails."""
+        adapters = [job for job in jobs if not isinstance(job, MediaJob)]
+        if adapters:
             assert self.adapters is not None, "jobs need enable_lora"
-            self.adapters.run(jobs)
+            self.adapters.run(adapters)
+
+    def _run_media(self, jobs: Sequence[Job]) -> None:
+        media = [job for job in jobs if isinstance(job, MediaJob)]
+        if media:
+            assert self.media is not None, "the frontend refuses media"
+            self.media.run(media)
 
     def _receive(self, plan: StepPlan) -> States | None:
         """What the pipeline stage before this one hands on. First, because it must be taken."""
@@ -216,7 +230,9 @@ class ModelRunner:
             self.head.settle(step_id, token_ids)
 
     def reset(self) -> None:
-        """Forget every request. Adapters stay."""
+        """Forget every request and all embeddings of media. Adapters stay."""
+        if self.media is not None:
+            self.media.clear()
         self._release(self.tables.request_ids)
         if isinstance(self.head, HandOver):
             self.head.reset()
@@ -226,13 +242,27 @@ class ModelRunner:
             slot = self.tables.release(request_id)
             if slot is not None:
                 self.head.remove(slot)
+                if self.media is not None:
+                    self.media.remove(slot)
 
     def _apply(self, plan: StepPlan) -> None:
         self._release(plan.released_ids)
-        self.run_jobs(plan.jobs)
+        if plan.jobs:
+            self.run_jobs(plan.jobs)
+            self._run_media(plan.jobs)
         for request in plan.new_requests:
             slot = self.tables.add(request)
             self.head.add(slot, request)
+            if self.media is not None:
+                self.media.add(slot, request)
         self.tables.append_blocks(plan.scheduled)
         if self.drafter is not None:
             self.drafter.take_blocks(plan)
+
+
+def _make_media(model: Model, tables: RequestTables) -> MediaStore:
+    from penstock.models.vision import VisionModel  # other models need none of it
+    from penstock.runner.media import MediaStore
+
+    assert isinstance(model, VisionModel)
+    return MediaStore(model, tables)

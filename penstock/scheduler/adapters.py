@@ -22,15 +22,15 @@ from dataclasses import dataclass
 
 from penstock.protocol.adapter import (
     Adapter,
+    AdapterJob,
     DropAdapter,
     FetchAdapter,
     FinishedJob,
-    Job,
     PlaceAdapter,
 )
 from penstock.protocol.errors import InputError
 from penstock.protocol.request import EngineRequest
-from penstock.protocol.step import NO_SLOT
+from penstock.protocol.step import NO_SLOT, Job
 from penstock.scheduler.device_slots import AdapterState, Copy, DeviceSlots
 from penstock.scheduler.policy import Policy, WaitingQueue
 from penstock.scheduler.request import RequestState
@@ -66,7 +66,7 @@ class Adapters:
         self._for_copy = WaitingQueue(policy)  # the stuck request of each adapter without a copy
         self._for_slot = WaitingQueue(policy)  # and of each with one
         self._waits: dict[RequestState, _Wait] = {}  # from the first parking to the admission
-        self._jobs: list[Job] = []
+        self._jobs: list[AdapterJob] = []
         self._unloading: set[str] = set()  # drop these once no request uses them
         self._loads: deque[AdapterState] = (
             deque()
@@ -264,7 +264,7 @@ class Adapters:
 
     # -- workers
 
-    def take_jobs(self) -> list[Job]:
+    def take_jobs(self) -> list[AdapterJob]:
         """Return what workers must do before the next step, in order."""
         for digest in self._unloadable():
             self._drop(self._entries[digest])
@@ -308,7 +308,9 @@ class Adapters:
         Host copies outlive a reset. Slots are filled again, because a failed step may have left
         any content there. Jobs can be repeated: a worker that holds an adapter answers at once.
         """
-        drops: list[Job] = [job for job in (*lost, *self._jobs) if isinstance(job, DropAdapter)]
+        drops: list[AdapterJob] = [
+            job for job in (*lost, *self._jobs) if isinstance(job, DropAdapter)
+        ]
         fetching = (entry for entry in self._copies.values() if entry.copy is Copy.FETCHING)
         self._jobs = drops + [FetchAdapter(entry.adapter) for entry in fetching]
         self._slots.reset()

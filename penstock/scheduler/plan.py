@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.protocol.adapter import Job
-from penstock.protocol.step import NO_SLOT, NewRequest, RequestResult, ScheduledRequest, StepPlan
+from penstock.protocol.step import (
+    NO_SLOT,
+    Job,
+    NewRequest,
+    RequestResult,
+    ScheduledRequest,
+    StepPlan,
+)
 from penstock.scheduler.request import RequestState
 
 
@@ -89,6 +95,7 @@ class PlannedStep:
                 second_segment=request.second_segment,
                 cache_salt=state.cache_salt,
                 adapter_slot=adapter_slot,
+                media=request.media,
             )
         )
         self.add(state, num_tokens, 0, block_ids)

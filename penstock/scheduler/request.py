@@ -151,6 +151,16 @@ class RequestState(_EveryStep):
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
+    @property
+    def awaits_media(self) -> bool:
+        """Whether its prompt has media and is not computed."""
+        return bool(self.request.media) and self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def media_hashes(self) -> dict[int, bytes]:
+        """By the offset of each item."""
+        return {item.offset: item.hash for item in self.request.media}
+
     def enter(self, num_computed_tokens: int) -> None:
         """Start to run. The KV of the first `num_computed_tokens` tokens is cached."""
         self.status = RequestStatus.RUNNING
@@ -170,7 +180,9 @@ class RequestState(_EveryStep):
         return samples
 
     def make_ready(self, num_slots: int) -> None:
-        """Let it decode on the fast path, up to `num_slots` tokens."""
+        """Let it decode on the fast path, up to `num_slots` tokens, if it qualifies."""
+        if not (self.has_sampled and self.gives_only_tokens):
+            return
         num_tokens_left = self.max_total_tokens - self.num_total_tokens
         self.ready_until = min(num_slots, self.num_computed_tokens + num_tokens_left)
         if self.decode_row is None:

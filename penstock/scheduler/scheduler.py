@@ -22,6 +22,7 @@ from penstock.protocol.step import (
     StepResult,
 )
 from penstock.scheduler.adapters import Adapters
+from penstock.scheduler.encoder_budget import EncoderBudget
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import check_length, chunk, share
@@ -70,6 +71,7 @@ class Scheduler:
         self._grammars = grammars
         self._policy = POLICIES[policy]()
         self.adapters = Adapters(max_loras, max_cpu_loras, limits.max_num_seqs, self._policy)
+        self.encoder = EncoderBudget(limits)
         self._requests: dict[str, RequestState] = {}  # unfinished
         self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
@@ -94,6 +96,7 @@ class Scheduler:
             raise InputError(f"request_id {request.request_id!r} is in use", "request_id")
         check_length(request, self.limits.max_model_len)
         self.adapters.check(request)
+        self.encoder.check(request)
         state = RequestState(request, next(self._sequence), self.limits.max_model_len)
         self._requests[request.request_id] = state
         self._gatekeeper.push(state)
@@ -112,10 +115,6 @@ class Scheduler:
         """End requests with an error. Unknown ids are ignored."""
         known = self._known(request_ids)
         return [self._end(state, FinishReason.ERROR, error=error) for state in known]
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Running requests keep their blocks."""
-        self.kv.reset_prefix_cache()
 
     def has_unfinished(self) -> bool:
         """Whether there are requests, or jobs for workers."""
@@ -146,6 +145,7 @@ class Scheduler:
         """
         self._pass_gates()
         self._end_long_waits()
+        self.encoder.begin_step()
         budget = self._retries.num_tokens
         step = PlannedStep(self._last_step_id + 1, budget)
         self.speculation.plan(step, self._running)
@@ -153,7 +153,7 @@ class Scheduler:
             self._try_alone(step)
         elif self._continue_running(step):
             self._admit_waiting(step, self._waiting)
-        step.jobs = self.adapters.take_jobs()
+        step.jobs = [*self.adapters.take_jobs(), *self.encoder.take_jobs()]
         must_poll = not self._in_flight and self.adapters.must_poll
         if not (step.states or step.jobs or must_poll):
             return None
@@ -202,6 +202,7 @@ class Scheduler:
                 continue  # preempted by a request before it
             most = self.speculation.num_to_verify(state)
             num_tokens, num_drafts = share(self.limits, state, step.budget, most)
+            num_tokens = self.encoder.limit(state, state.num_computed_tokens, num_tokens)
             if num_tokens == 0:
                 continue
             if not enough_blocks and self.kv.num_missing(state, num_tokens) > 0:
@@ -211,8 +212,9 @@ class Scheduler:
                 enough_blocks = False
                 block_ids = self._make_room(state, num_tokens, num_drafts)
             if block_ids is not None:
+                self.encoder.take(state, num_tokens)
                 step.add(state, num_tokens, num_drafts, block_ids)
-                self._make_ready(state)
+                state.make_ready(self.kv.num_slots(state))
         return enough_blocks
 
     def _admit_waiting(self, step: PlannedStep, waiting: WaitingQueue) -> None:
@@ -238,6 +240,7 @@ class Scheduler:
             prefix = self.kv.match(state)
             num_known = len(state.token_ids)
             num_tokens = chunk(self.limits, num_known - prefix.num_tokens, step.budget)
+            num_tokens = self.encoder.limit(state, prefix.num_tokens, num_tokens)
             if num_tokens == 0:
                 break
             if not self.kv.fits(prefix, num_known):
@@ -251,12 +254,8 @@ class Scheduler:
             new_block_ids = self.kv.allocate(state, num_tokens)
             assert new_block_ids is not None, "there was room for all of the request"
             slot = self.adapters.admit(state)
+            self.encoder.take(state, num_tokens)
             step.add_new(state, num_tokens, self.kv.block_ids(state), slot)
-            self._make_ready(state)
-
-    def _make_ready(self, state: RequestState) -> None:
-        """Put a decoding request on the fast path if it qualifies."""
-        if state.has_sampled and state.gives_only_tokens:
             state.make_ready(self.kv.num_slots(state))
 
     def _make_room(
@@ -290,6 +289,7 @@ class Scheduler:
         """Take a request's blocks and its place in the runner. The caller queues it again."""
         self.kv.free(state)
         self.adapters.release(state)
+        self.encoder.release(state)
         state.preempt()
         self._released_ids.append(state.request_id)
         self._num_preemptions += 1
@@ -325,6 +325,7 @@ class Scheduler:
         self._running.clear()
         self._released_ids.clear()
         self.adapters.reset([job for step in self._in_flight for job in step.jobs])
+        self.encoder.reset()
         while self._in_flight:
             self.kv.collect(self._in_flight.popleft().step_id)
         return deltas
@@ -439,6 +440,7 @@ class Scheduler:
             self._running.remove(state)
             self._released_ids.append(state.request_id)
             self.adapters.release(state)
+            self.encoder.release(state)
         else:
             self._gatekeeper.remove(state)
             self._waiting.remove(state)

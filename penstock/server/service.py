@@ -98,6 +98,8 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
         if self.text_pool is not None:
             self.text_pool.close()
+        if self.frontend is not None and self.frontend.media is not None:
+            self.frontend.media.close()
         if self.adapters is not None:
             self.adapters.close()
         if self.tracing is not None:

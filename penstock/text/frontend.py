@@ -8,17 +8,19 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from penstock.config import ChatConfig, ModelConfig
+from penstock.config import ChatConfig, MediaConfig, ModelConfig
 from penstock.config.model import GENERATION_CONFIG_NAMES
 from penstock.loading.source import ModelSource
 from penstock.protocol.beam_search import BeamSearchParams
 from penstock.protocol.errors import ConfigError, ContextOverflow, InputError, ModelError
+from penstock.protocol.limits import StepLimits
+from penstock.protocol.media import MediaItem
 from penstock.protocol.pooling import PoolingInfo
 from penstock.protocol.request import EngineRequest, ThinkingFormat
 from penstock.protocol.sampling import SamplingParams, check_int
@@ -44,10 +46,10 @@ from penstock.text.tokenizer import (
 )
 
 if TYPE_CHECKING:
+    from penstock.media.content import MediaContent
+    from penstock.media.frontend import MediaFrontend, Processed
     from penstock.text.text_pool import TextPool
 
-Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 MAX_SALT_LENGTH = 1024  # characters; the engine keeps salts
 PROMPT_TAIL = 32  # tokens that show whether the prompt opened the reasoning
 
@@ -60,6 +62,7 @@ class PreparedRequest:
     children: list[EngineRequest]
     assembler: OutputAssembler
     beams: BeamSearchParams | None = None  # instead of sampling
+    media: Sequence[Processed] = ()  # their files live as long as the request
 
 
 class Frontend:
@@ -85,6 +88,7 @@ class Frontend:
         self.needs_every_row = config.enable_return_routed_experts  # including prompt tokens
         self.tokenizer: Tokenizer | None = None
         self.pool: TextPool | None = None
+        self.media: MediaFrontend | None = None  # of a model that takes images
         self.renderer: Renderer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source, config.tokenizer)
@@ -121,6 +125,7 @@ class Frontend:
         priority: int = 0,
         cache_salt: str | None = None,
         shown_tokens: Collection[str] = (),
+        media: Sequence[MediaContent] = (),
     ) -> PreparedRequest:
         """Check and tokenize one request. `InputError` says what is wrong with it.
 
@@ -129,7 +134,13 @@ class Frontend:
         self.check_generates()
         params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
         params.validate()
-        text, token_ids = self._tokenize(prompt, add_special_tokens)
+        items: list[Processed] = []
+        placed: list[MediaItem] = []
+        if media:
+            items = self._process(media)
+            text, token_ids, placed = self._tokenize_media(prompt, add_special_tokens, items)
+        else:
+            text, token_ids = self._tokenize(prompt, add_special_tokens)
         self._check_prompt(token_ids)
         self._check_params(params)
         check_int("priority", priority, -(2**63), 2**63 - 1)
@@ -158,6 +169,7 @@ class Frontend:
                 cache_salt=cache_salt,
                 read_prefix_cache=own.prompt_logprobs is None and not self.needs_every_row,
                 thinking=thinking,
+                media=placed,
             )
             for index, own in enumerate(by_child)
         ]
@@ -170,7 +182,7 @@ class Frontend:
             child_ids=[child.request_id for child in children],
             shown_tokens=shown_tokens,
         )
-        return PreparedRequest(request_id, children, assembler)
+        return PreparedRequest(request_id, children, assembler, media=items)
 
     def render_chat(
         self,
@@ -234,6 +246,30 @@ class Frontend:
             raise ContextOverflow(
                 error.num_tokens, self.max_model_len, is_exact=error.is_exact
             ) from None
+
+    def _process(self, media: Sequence[MediaContent]) -> list[Processed]:
+        if self.media is None:
+            raise InputError(
+                f"{media[0].where}: this model takes text only, or its vision tower is not loaded",
+                media[0].where,
+            )
+        self.media.check_counts(media)
+        return [self.media.process(content) for content in media]
+
+    def _tokenize_media(
+        self, prompt: str | Sequence[int], add_special_tokens: bool, items: Sequence[Processed]
+    ) -> tuple[str | None, list[int], list[MediaItem]]:
+        """As `_tokenize`, with the placeholders of the items, and where these are."""
+        assert self.media is not None
+        if isinstance(prompt, str):
+            expanded = self.media.expand_text(prompt, items)
+            _, token_ids = self._tokenize(expanded, add_special_tokens)
+        else:
+            token_ids = self.media.expand_tokens(
+                prompt, items, lambda text: self.encode(text, add_special_tokens=False)
+            )
+        token_ids, placed = self.media.place(token_ids, items)
+        return prompt if isinstance(prompt, str) else None, token_ids, placed
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -374,42 +410,14 @@ def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:
     return msgspec.structs.replace(defaults, **config.override_generation_config or {})
 
 
-def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
-    """A prompt's text or tokens, and its cache_salt."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if isinstance(prompt, Mapping):
-        for name, value in prompt.items():
-            if name not in PROMPT_KEYS and value:
-                raise InputError(
-                    f"a prompt may contain {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
-                )
-        if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
-            return prompt["prompt_token_ids"], prompt.get("cache_salt")
-        if isinstance(prompt.get("prompt"), str):
-            return prompt["prompt"], prompt.get("cache_salt")
-    raise InputError(
-        'a prompt must be a text, {"prompt": text} or {"prompt_token_ids": [...]}, '
-        f"got {prompt!r:.80}",
-        "prompt",
-    )
+def open_media(
+    frontend: Frontend, config: MediaConfig, source: ModelSource, limits: StepLimits
+) -> None:
+    """Let the frontend take media, if the engine does."""
+    if limits.encoder_rows:
+        from penstock.media.frontend import MediaFrontend  # most models need none of it
 
-
-def with_priorities(
-    prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None
-) -> list[tuple[Prompt, int]]:
-    """One prompt or several, each with its priority."""
-    several = isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping))
-    items: list[Any] = list(prompts) if several else [prompts]
-    if priority is None:
-        return [(item, 0) for item in items]
-    if not isinstance(priority, (list, tuple)) or len(priority) != len(items):
-        raise InputError(
-            f"priority must be a list with one number per prompt ({len(items)}), "
-            f"got {priority!r:.80}",
-            "priority",
-        )
-    return list(zip(items, priority, strict=True))
+        frontend.media = MediaFrontend(config, source)
 
 
 def check_salt(cache_salt: str | None) -> None:

@@ -106,6 +106,7 @@ class FakeRequest:
     last_step_id: int = 0
     cache_salt: str | None = None
     adapter_digest: str | None = None
+    media_hashes: dict[int, bytes] = field(default_factory=dict)
     adapter_name: str | None = None
     read_prefix_cache: bool = True
     confirmed: int = field(default=0)

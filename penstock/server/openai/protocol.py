@@ -145,10 +145,16 @@ class CompletionRequest(CompletionBody):
     suffix: Text | None = Field(None, description="Not supported.")
 
 
+class ImageURL(Body):
+    model_config = ConfigDict(extra="allow")
+    url: Text = Field(description="A data URL, such as data:image/png;base64,...")
+
+
 class ContentPart(Body):
     model_config = ConfigDict(extra="allow")
-    type: Text = Field(description="Only text is supported.")
+    type: Text = Field(description="text, or image_url if the model takes images.")
     text: Text | None = None
+    image_url: ImageURL | Text | None = Field(None, description="A data URL of an image.")
 
 
 class ChatMessage(Body):

@@ -8,6 +8,7 @@ import random
 
 from penstock.config import EngineConfig
 from penstock.loading.source import ModelSource
+from penstock.media.frontend import MediaFrontend
 from penstock.protocol.errors import InputError
 from penstock.server.run import system_fingerprint
 from penstock.server.service import Service
@@ -57,4 +58,6 @@ def _find(asked: EngineConfig, present: Frontend) -> tuple[EngineConfig, Fronten
             "model",
         )
     frontend.pool, frontend.pooling = present.pool, present.pooling
+    if present.media is not None:
+        frontend.media = MediaFrontend(config.media, source)
     return config, frontend, source

@@ -1,0 +1,177 @@
+"""Layers of vision towers. A tower runs whole on every rank, outside of the forward context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.layers.build import Build
+from penstock.layers.linear import Linear, Part, qkv_linear
+from penstock.layers.norm import Norm
+from penstock.layers.sublayers import Angles
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.protocol.errors import ModelError
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+
+
+def activation(name: object) -> Activation:
+    found = ACTIVATIONS.get(str(name))
+    if found is None:
+        raise ModelError(
+            f"config.json: the vision tower's hidden_act {name!r:.80} is not supported, only "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows that attend to each other: [starts[i], starts[i + 1])."""
+
+    starts: torch.Tensor  # [n + 1] int32
+
+    @staticmethod
+    def of(lengths: list[int], device: torch.device) -> Segments:
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return Segments(ends.to(torch.int32).to(device))
+
+
+class Table(nn.Module):
+    """One tensor of a checkpoint, such as learned position embeddings: ``weight`` by default."""
+
+    def __init__(self, build: Build, *shape: int, name: str = "weight") -> None:
+        super().__init__()
+        self.name = name
+        self.weight = build.empty(*shape)
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {(self.name, ""): tuple(self.weight.shape)}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "not a matrix of a linear layer"
+        self.weight.copy_(tensor)
+
+
+class PatchEmbedding(nn.Module):
+    """A convolution whose stride is its kernel: a product with each flattened patch."""
+
+    def __init__(
+        self, build: Build, hidden_size: int, kernel: tuple[int, ...], bias: bool = False
+    ) -> None:
+        """`kernel`: channels and the size of a patch, such as (3, 14, 14)."""
+        super().__init__()
+        self.kernel = kernel
+        self.weight = build.empty(hidden_size, *kernel)
+        self.bias = build.empty(hidden_size) if bias else None
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """[n, channels * size] -> [n, hidden_size]."""
+        return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+    def patches_of(self, images: torch.Tensor) -> torch.Tensor:
+        """Images [n, channels, height, width] -> [n, rows, columns, channels * size]."""
+        _, height, width = self.kernel
+        n, channels, full_height, full_width = images.shape
+        rows, columns = full_height // height, full_width // width
+        images = images[:, :, : rows * height, : columns * width]
+        cut = images.reshape(n, channels, rows, height, columns, width)
+        return cut.permute(0, 2, 4, 1, 3, 5).reshape(n, rows, columns, -1)
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {(name, ""): tuple(value.shape) for name, value in self.named_parameters()}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "not a matrix of a linear layer"
+        self.get_parameter(parameter).copy_(tensor)
+
+
+def plain_linear(build: Build, in_features: int, out_features: int, bias: bool = True) -> Linear:
+    return Linear(build, in_features, [Part("", out_features, 1)], bias)
+
+
+def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Rotate [n, heads, head_dim] in float32, dimensions i and i + head_dim / 2 together.
+
+    `angles`: cos and sin [n, 1, head_dim / 2].
+    """
+    cos, sin = angles
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class VisionAttention(nn.Module):
+    """Bidirectional attention inside each segment.
+
+    Checkpoints have ``qkv`` and ``proj`` if `fused`, else ``q_proj``, ``k_proj``, ``v_proj`` and
+    ``out_proj``.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        hidden_size: int,
+        num_heads: int,
+        bias: bool = True,
+        fused: bool = False,
+    ) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.num_heads = num_heads
+        self.head_dim = hidden_size // num_heads
+        self.fused = fused
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if fused:
+            self.qkv = plain_linear(build, hidden_size, 3 * hidden_size, bias)
+            self.proj = plain_linear(build, hidden_size, hidden_size, bias)
+        else:
+            self.qkv_proj = qkv_linear(
+                build, hidden_size, num_heads, num_heads, self.head_dim, bias
+            )
+            self.out_proj = plain_linear(build, hidden_size, hidden_size, bias)
+
+    def forward(
+        self, x: torch.Tensor, segments: Segments, angles: Angles | None = None
+    ) -> torch.Tensor:
+        qkv = self.qkv(x) if self.fused else self.qkv_proj(x)
+        query, key, value = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(1)
+        if self.q_norm is not None and self.k_norm is not None:  # over all heads together
+            query = self.q_norm(query.flatten(1)).view_as(query)
+            key = self.k_norm(key.flatten(1)).view_as(key)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        attended = self.ops.varlen_attention(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            segments.starts,
+            self.head_dim**-0.5,
+        ).flatten(1)
+        return self.proj(attended) if self.fused else self.out_proj(attended)
+
+
+class VisionMLP(nn.Module):
+    """fc2(act(fc1(x)))."""
+
+    def __init__(
+        self, build: Build, size: int, intermediate_size: int, act: Activation, out: int = 0
+    ) -> None:
+        super().__init__()
+        self.act = act
+        self.fc1 = plain_linear(build, size, intermediate_size)
+        self.fc2 = plain_linear(build, intermediate_size, out or size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act(self.fc1(x)))

@@ -1,0 +1,1 @@
+"""Images and videos of prompts: fetched, decoded, processed, and handed to the engine."""

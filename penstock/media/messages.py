@@ -1,0 +1,49 @@
+"""What the media processes are asked, and what they answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.protocol.media import MediaTensor, Modality
+
+
+class MediaSetup(msgspec.Struct, frozen=True):
+    folder: str  # of the checkpoint
+
+
+class DescribeProcessor(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the `ProcessorInfo`."""
+
+
+class ProcessMedia(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Decode an item, process it, and write its tensors to a file."""
+
+    modality: Modality
+    data: bytes  # a file, or pixels if `size` is given
+    path: str  # of the file to write
+    size: tuple[int, int] | None = None  # width and height of RGB pixels
+    kwargs: dict[str, Any] = {}  # of the processor
+    io_kwargs: dict[str, Any] = {}  # of decoding
+    max_pixels: int
+
+
+class ProcessorInfo(msgspec.Struct, frozen=True):
+    image_token: str  # in a prompt: where an image goes; its embeddings take the place of this
+    image_token_ids: list[int]
+    video_token: str | None = None
+    video_token_ids: list[int] = []
+
+
+class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An item's tensors and its text in the prompt, or what is wrong with it."""
+
+    error: str | None = None
+    text: str = ""  # each run of placeholders is one placeholder here
+    runs: list[int] = []  # placeholders in each run
+    tensors: list[MediaTensor] = []
+    facts: dict[str, list[int]] = {}
+
+
+MediaRequest = DescribeProcessor | ProcessMedia

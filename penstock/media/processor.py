@@ -1,0 +1,73 @@
+"""Loads a checkpoint's processor: transformers' class, with its image processor on Pillow.
+
+The parts are loaded one by one, because a processor's part for video may need libraries that images
+do not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.errors import ModelError
+
+FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+def load_processor(folder: str) -> Any:
+    """The processor of the checkpoint in `folder`."""
+    import transformers
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    processor_class = getattr(transformers, _class_name(folder), None)
+    if processor_class is None:
+        raise ModelError(f"{folder}: transformers has no class {_class_name(folder)!r}")
+
+    class Loose(processor_class):  # type: ignore[misc, valid-type]
+        """Takes a processor without its part for video."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
+    given: dict[str, Any] = {}
+    for part in processor_class.get_attributes():
+        if part == "tokenizer":
+            load: Any = AutoTokenizer.from_pretrained
+            given[part] = load(folder, local_files_only=True)
+        elif part == "image_processor":
+            load = AutoImageProcessor.from_pretrained
+            given[part] = load(folder, backend="pil", local_files_only=True)
+        else:
+            given[part] = None
+    settings = {
+        key: value
+        for key, value in _read(Path(folder) / FILES[0]).items()
+        if key not in ("processor_class", "auto_map", *processor_class.get_attributes())
+    }
+    return Loose(**given, **settings)
+
+
+def _class_name(folder: str) -> str:
+    for name in FILES:
+        found = _read(Path(folder) / name).get("processor_class")
+        if isinstance(found, str):
+            return found
+    from transformers.models.auto import processing_auto
+
+    model_type = _read(Path(folder) / "config.json").get("model_type")
+    names: Any = getattr(processing_auto, "PROCESSOR_MAPPING_NAMES", {})
+    found = names.get(str(model_type))
+    if not isinstance(found, str):
+        raise ModelError(
+            f"{folder}: no processor is known for images: preprocessor_config.json must name its "
+            "processor_class"
+        )
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,114 @@
+"""The work of a confined process: decode images and run a checkpoint's processor on them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.media.decode import BadMedia, decode_image
+from penstock.media.messages import (
+    DescribeProcessor,
+    MediaRequest,
+    MediaSetup,
+    ProcessedMedia,
+    ProcessMedia,
+    ProcessorInfo,
+)
+from penstock.media.processor import load_processor
+from penstock.protocol.media import MediaTensor
+
+ENTRY = "penstock.media.worker:make_worker"
+ALIGNMENT = 64  # bytes, of tensors in a file
+MAX_FACT = 64  # integers; a larger tensor goes to the file
+
+
+def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    processor = load_processor(msgspec.json.decode(setup, type=MediaSetup).folder)
+    read = msgspec.msgpack.Decoder(MediaRequest).decode
+
+    def work(job: bytes) -> bytes:
+        request = read(job)
+        if isinstance(request, DescribeProcessor):
+            return msgspec.msgpack.encode(describe(processor))
+        try:
+            return msgspec.msgpack.encode(process(processor, request))
+        except BadMedia as error:
+            return msgspec.msgpack.encode(ProcessedMedia(error=str(error)))
+
+    return work
+
+
+def describe(processor: Any) -> ProcessorInfo:
+    return ProcessorInfo(
+        processor.image_token, [i for i in processor.image_token_ids if i is not None]
+    )
+
+
+def process(processor: Any, request: ProcessMedia) -> ProcessedMedia:
+    image = decode_image(request.data, request.size, request.max_pixels, request.io_kwargs)
+    try:
+        kwargs = processor._merge_kwargs(
+            processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
+            **request.kwargs,
+        )
+        found, (text,) = processor._process_images([image], **kwargs["images_kwargs"])
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise BadMedia(
+            f"the model's processor cannot take an image of {image.width} x {image.height} pixels: "
+            f"{error}"
+        ) from error
+    token = re.escape(processor.image_token)
+    runs = [len(run) // len(processor.image_token) for run in re.findall(f"(?:{token})+", text)]
+    tensors, facts = write_tensors(found, request.path)
+    return ProcessedMedia(
+        text=re.sub(f"(?:{token})+", lambda _: processor.image_token, text),
+        runs=runs,
+        tensors=tensors,
+        facts=facts,
+    )
+
+
+def write_tensors(
+    found: Mapping[str, Any], path: str
+) -> tuple[list[MediaTensor], dict[str, list[int]]]:
+    """Write tensors to a file. Few integers are returned as facts, under their names without the
+    modality."""
+    tensors: list[MediaTensor] = []
+    facts: dict[str, list[int]] = {}
+    file = io.BytesIO()
+    for name, value in found.items():
+        array = _as_array(value)
+        if array is None:
+            continue
+        if array.dtype.kind in "iub" and array.size <= MAX_FACT:
+            facts[re.sub("^(image|video)_", "", name)] = array.astype(np.int64).ravel().tolist()
+            continue
+        if array.dtype.kind in "iub":
+            array = array.astype(np.int64)
+        file.write(bytes(-file.tell() % ALIGNMENT))
+        tensors.append(MediaTensor(name, array.dtype.name, array.shape, file.tell()))
+        file.write(np.ascontiguousarray(array).tobytes())
+    Path(path).write_bytes(file.getbuffer())
+    return tensors, facts
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
+    """A tensor of the processor's output, whose items may be in lists."""
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, (list, tuple)) and value and hasattr(value[0], "shape"):
+        value = np.stack([np.asarray(each) for each in value])
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return None
+    return array if array.dtype.kind in "iubf" else None

@@ -1,0 +1,263 @@
+"""Qwen2-VL and Qwen2.5-VL: Qwen2 with a tower for images of any size, and M-RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.layers.build import Build
+from penstock.layers.norm import LayerNorm, Norm, RMSNorm
+from penstock.layers.rotary import MRotary
+from penstock.layers.sublayers import Angles, GatedMLP
+from penstock.layers.vision import (
+    PatchEmbedding,
+    Segments,
+    VisionAttention,
+    VisionMLP,
+    activation,
+    plain_linear,
+)
+from penstock.models.config import DecoderConfig, read_int
+from penstock.models.qwen2 import Qwen2ForCausalLM
+from penstock.models.vision import (
+    MediaInputs,
+    Positions,
+    VisionModel,
+    VisionTower,
+    load_tower,
+    vision_settings,
+)
+from penstock.protocol.errors import ModelError
+from penstock.protocol.media import MediaItem
+
+EPS = 1e-6
+
+
+class Grids:
+    """The grids of patches of several items, in the order of a processor's patches.
+
+    Patches come in squares of `merge` x `merge`, which become one row of the output.
+    """
+
+    def __init__(self, grids: Sequence[tuple[int, int, int]], merge: int) -> None:
+        self.grids = grids  # time, height, width
+        self.merge = merge
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of each item's output."""
+        return [t * h * w // self.merge**2 for t, h, w in self.grids]
+
+    @property
+    def frames(self) -> list[int]:
+        """The patches of each frame."""
+        return list(chain.from_iterable([h * w] * t for t, h, w in self.grids))
+
+    def coordinates(self) -> Positions:
+        """[n, 2]: the row and the column of each patch."""
+        return np.concatenate([self._coordinates(*grid) for grid in self.grids])
+
+    def _coordinates(self, t: int, h: int, w: int) -> Positions:
+        m = self.merge
+        at = np.stack(np.meshgrid(np.arange(h), np.arange(w), indexing="ij"), axis=-1)
+        squares = at.reshape(h // m, m, w // m, m, 2).transpose(0, 2, 1, 3, 4)
+        return np.tile(squares.reshape(-1, 2), (t, 1))
+
+    def windows(self, size: int) -> tuple[Positions, list[int]]:
+        """Squares in the order of windows of `size` x `size` squares, and how many each has."""
+        order: list[Positions] = []
+        lengths: list[int] = []
+        first = 0
+        for t, h, w in self.grids:
+            rows, columns = h // self.merge, w // self.merge
+            index = np.arange(t * rows * columns).reshape(t, rows, columns) + first
+            first += index.size
+            for frame in index:
+                for top in range(0, rows, size):
+                    for left in range(0, columns, size):
+                        window = frame[top : top + size, left : left + size].ravel()
+                        order.append(window)
+                        lengths.append(window.size)
+        return np.concatenate(order), lengths
+
+
+def axial_angles(coordinates: Positions, head_dim: int, device: torch.device) -> Angles:
+    """cos and sin [n, 1, head_dim / 2]: half of the dimensions turn by row, half by column."""
+    size = head_dim // 2
+    inverse = 1.0 / 10000.0 ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angles = torch.from_numpy(coordinates).float()[:, :, None] * inverse
+    turned = angles.flatten(1).unsqueeze(1).to(device)
+    return turned.cos(), turned.sin()
+
+
+class PatchMerger(nn.Module):
+    """Norm, then the patches of a square together through two linear layers."""
+
+    def __init__(self, build: Build, norm: Norm, size: int, merge: int, hidden_size: int) -> None:
+        super().__init__()
+        self.width = size * merge**2
+        self.ln_q = norm
+        self.mlp = nn.ModuleList(
+            [
+                plain_linear(build, self.width, self.width),
+                nn.GELU(),
+                plain_linear(build, self.width, hidden_size),
+            ]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.ln_q(x).reshape(-1, self.width)
+        for layer in self.mlp:
+            x = layer(x)
+        return x
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, attention: VisionAttention, mlp: nn.Module, norms: Sequence[Norm]) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn = attention
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, segments: Segments, angles: Angles) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), segments, angles)
+        return x + self.mlp(self.norm2(x))
+
+
+class QwenTower(VisionTower):
+    """The tower of Qwen2-VL. Images keep their size, and each frame attends to itself."""
+
+    hidden_size_key: ClassVar[str] = "embed_dim"
+
+    def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__()
+        self.build, self.raw = build, raw
+        size = self.size = read_int(raw, self.hidden_size_key)
+        self.merge = read_int(raw, "spatial_merge_size", 2)
+        self.num_heads = read_int(raw, "num_heads")
+        if size % self.num_heads or size // self.num_heads % 4:
+            raise ModelError(
+                f"config.json: the {size} dimensions of the vision tower must be a multiple of 4 "
+                f"for each of its {self.num_heads} heads"
+            )
+        patch = read_int(raw, "patch_size", 14)
+        channels = read_int(raw, "in_channels", read_int(raw, "in_chans", 3))
+        kernel = (channels, read_int(raw, "temporal_patch_size", 2), patch, patch)
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(build, size, kernel)})
+        depth = read_int(raw, "depth")
+        self.blocks = nn.ModuleList([self.block(index) for index in range(depth)])
+        self.merger = PatchMerger(build, self.norm(), size, self.merge, hidden_size)
+
+    def norm(self) -> Norm:
+        return LayerNorm(self.build, self.size, EPS, bias=True)
+
+    def mlp(self) -> nn.Module:
+        intermediate_size = int(self.size * self.raw.get("mlp_ratio", 4))
+        act = activation(self.raw.get("hidden_act", "quick_gelu"))
+        return VisionMLP(self.build, self.size, intermediate_size, act)
+
+    def block(self, index: int) -> VisionBlock:
+        attention = VisionAttention(self.build, self.size, self.num_heads, fused=True)
+        return VisionBlock(attention, self.mlp(), [self.norm(), self.norm()])
+
+    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+        grids = Grids([grid_of(item.facts) for item in items], self.merge)
+        device, dtype = self.build.device, self.build.dtype
+        pixels = torch.cat([item.tensors["pixel_values"] for item in items])
+        x = self.patch_embed["proj"](pixels.to(device=device, dtype=dtype))
+        angles = axial_angles(grids.coordinates(), self.size // self.num_heads, device)
+        return list(torch.split(self.layers(x, grids, angles), grids.rows))
+
+    def layers(self, x: torch.Tensor, grids: Grids, angles: Angles) -> torch.Tensor:
+        segments = Segments.of(grids.frames, x.device)
+        for block in self.blocks:
+            x = block(x, segments, angles)
+        return self.merger(x)
+
+
+class Qwen25Tower(QwenTower):
+    """The tower of Qwen2.5-VL: most layers attend inside windows."""
+
+    hidden_size_key = "hidden_size"
+
+    def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__(build, raw, hidden_size)
+        patch = read_int(raw, "patch_size", 14)
+        self.window = read_int(raw, "window_size", 112) // self.merge // patch
+        self.full = set(raw.get("fullatt_block_indexes", (7, 15, 23, 31)))
+
+    def norm(self) -> Norm:
+        return RMSNorm(self.build, self.size, EPS)
+
+    def mlp(self) -> nn.Module:
+        return GatedMLP(self.build, self.size, read_int(self.raw, "intermediate_size"), bias=True)
+
+    def layers(self, x: torch.Tensor, grids: Grids, angles: Angles) -> torch.Tensor:
+        order, lengths = grids.windows(self.window)
+        unit = self.merge**2
+        squares = torch.from_numpy(order).to(x.device)
+        patches = (squares[:, None] * unit + torch.arange(unit, device=x.device)).flatten()
+        x, angles = x[patches], (angles[0][patches], angles[1][patches])
+        everywhere = Segments.of(grids.frames, x.device)
+        windowed = Segments.of([length * unit for length in lengths], x.device)
+        for index, block in enumerate(self.blocks):
+            x = block(x, everywhere if index in self.full else windowed, angles)
+        merged = self.merger(x)
+        output = torch.empty_like(merged)
+        output[squares] = merged
+        return output
+
+
+def grid_of(facts: Mapping[str, list[int]]) -> tuple[int, int, int]:
+    t, h, w = facts["grid_thw"]
+    return t, h, w
+
+
+def mrope_positions(num_tokens: int, items: Sequence[MediaItem], merge: int) -> Positions:
+    """[3, num_tokens]. An item takes as many positions as its longer side has squares."""
+    positions = np.zeros((3, num_tokens), dtype=np.int64)
+    at = position = 0
+    for item in items:
+        start = item.offset + item.runs[0][0]
+        positions[:, at:start] = np.arange(start - at) + position
+        position += start - at
+        t, h, w = grid_of(item.facts)
+        h, w = h // merge, w // merge
+        interval = item.facts.get("time_step", [0, 1])  # a ratio: positions of one frame
+        times = np.arange(t) * interval[0] // interval[1] if t > 1 else np.zeros(1, dtype=np.int64)
+        grid = np.stack(np.meshgrid(times, np.arange(h), np.arange(w), indexing="ij"))
+        at = start + t * h * w
+        positions[:, start:at] = grid.reshape(3, -1) + position
+        position += max(h, w)
+    positions[:, at:] = np.arange(num_tokens - at) + position
+    return positions
+
+
+class Qwen2VLForConditionalGeneration(VisionModel, Qwen2ForCausalLM):
+    weights = Qwen2ForCausalLM.weights.renaming(
+        {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
+    )
+    rotary_class = MRotary
+    uses_mrope = True
+    tower_prefix = "visual"
+    tower_class: ClassVar[type[QwenTower]] = QwenTower
+
+    def __init__(self, build: Build, config: DecoderConfig) -> None:
+        super().__init__(build, config)
+        load_tower(self, build, lambda own: self.make_tower(own, vision_settings(config.raw)))
+
+    def make_tower(self, build: Build, raw: Mapping[str, Any]) -> VisionTower:
+        return self.tower_class(build, raw, self.config.hidden_size)
+
+    def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
+        merge = read_int(vision_settings(self.config.raw), "spatial_merge_size", 2)
+        return mrope_positions(num_tokens, items, merge)
+
+
+class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    tower_class = Qwen25Tower

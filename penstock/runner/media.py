@@ -1,0 +1,163 @@
+"""MediaStore: keeps the embeddings of media, and finds those that the rows of a step need."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.layers.context import MediaRows
+from penstock.models.vision import MediaInputs, Positions, VisionModel
+from penstock.protocol.media import DropMedia, EncodeMedia, MediaItem, MediaJob
+from penstock.protocol.step import NewRequest
+from penstock.runner.forward import ForwardInputs
+from penstock.runner.layout import StepLayout
+from penstock.runner.sampling_tables import to_device
+from penstock.runner.tables import IntArray, RequestTables
+
+
+class _Prompt:
+    """What a request's media do to its prompt."""
+
+    def __init__(self, request: NewRequest, positions: Positions | None) -> None:
+        self.items = request.media
+        self.num_tokens = request.num_prompt_tokens
+        self.positions = positions  # rotary positions [3, num_tokens]; None without M-RoPE
+        self.delta = 0 if positions is None else int(positions.max()) + 1 - self.num_tokens
+
+
+@dataclass(frozen=True)
+class StepMedia:
+    """The media of one step."""
+
+    media: MediaRows | None  # None: all placeholders are in other steps
+    prompt_rows: torch.Tensor | None = None  # with M-RoPE: rows of prompts that have media
+    prompt_positions: torch.Tensor | None = None  # [3, len(prompt_rows)]
+
+
+class MediaStore:
+    def __init__(self, model: VisionModel, tables: RequestTables) -> None:
+        self.model = model
+        self.device = tables.device
+        self._rows: dict[bytes, torch.Tensor] = {}  # embeddings of items, by their hash
+        self._prompts: dict[int, _Prompt] = {}  # of requests with media, by slot
+        # The difference of rotary positions from indexes after the prompt, by slot.
+        self.rope_deltas: torch.Tensor | None = None
+        if model.uses_mrope:
+            self.rope_deltas = torch.zeros_like(tables.num_tokens)
+
+    def run(self, jobs: Sequence[MediaJob]) -> None:
+        """Run a plan's jobs. No step reads an item that it drops."""
+        for job in jobs:
+            if isinstance(job, DropMedia):
+                self._rows.pop(job.hash, None)
+        items = [job.item for job in jobs if isinstance(job, EncodeMedia)]
+        if items:
+            self._encode(items)
+
+    def _encode(self, items: Sequence[MediaItem]) -> None:
+        inputs = [read_inputs(item, self.device) for item in items]
+        for item, rows in zip(items, self.model.encode_media(inputs), strict=True):
+            if rows.shape != (item.num_rows, self.model.media_width):
+                raise RuntimeError(
+                    f"the vision tower gives {tuple(rows.shape)} rows for {item.num_rows} "
+                    f"placeholders of width {self.model.media_width}"
+                )
+            self._rows[item.hash] = rows.clone()  # a view would keep the batch's memory
+
+    def clear(self) -> None:
+        """Forget all embeddings. The scheduler does, too."""
+        self._rows.clear()
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        if not request.media:
+            return
+        positions = None
+        if self.rope_deltas is not None:
+            positions = self.model.rope_positions(request.num_prompt_tokens, request.media)
+        prompt = self._prompts[slot] = _Prompt(request, positions)
+        if self.rope_deltas is not None and prompt.delta:
+            self.rope_deltas[slot] = prompt.delta
+
+    def remove(self, slot: int) -> None:
+        prompt = self._prompts.pop(slot, None)
+        if prompt is not None and self.rope_deltas is not None and prompt.delta:
+            self.rope_deltas[slot] = 0
+
+    def find(self, layout: StepLayout) -> StepMedia | None:
+        """What the step needs of media. None: no prompt with media is in it."""
+        chunks = list(self._chunks(layout)) if self._prompts else []
+        if not chunks:
+            return None
+        rows: list[IntArray] = []
+        values: list[torch.Tensor] = []
+        for prompt, row, first, count in chunks:
+            for item in prompt.items:
+                taken = 0  # rows of the item's earlier runs
+                for distance, length in item.runs:
+                    start = max(item.offset + distance, first)
+                    end = min(item.offset + distance + length, first + count)
+                    if start < end:
+                        skipped = taken + start - item.offset - distance
+                        rows.append(np.arange(row + start - first, row + end - first))
+                        values.append(self._rows[item.hash][skipped : skipped + end - start])
+                    taken += length
+        media = None
+        if rows:
+            media = MediaRows(to_device(np.concatenate(rows), self.device), torch.cat(values))
+        if self.rope_deltas is None:
+            return StepMedia(media)
+        own, positions = [], []
+        for prompt, row, first, count in chunks:
+            assert prompt.positions is not None
+            known = prompt.positions[:, first : first + count]
+            own.append(np.arange(row, row + known.shape[1]))
+            positions.append(known)
+        return StepMedia(
+            media,
+            to_device(np.concatenate(own), self.device),
+            to_device(np.concatenate(positions, axis=1), self.device),
+        )
+
+    def attach(self, inputs: ForwardInputs, step: StepMedia | None) -> ForwardInputs:
+        """Add media and rotary positions to the inputs of a step, which are in place."""
+        if step is not None and step.media is not None:
+            inputs = replace(inputs, context=replace(inputs.context, media=step.media))
+        has_deltas = bool(self._prompts) or self.device.type == "cuda"  # graphs serve all requests
+        if self.rope_deltas is None or not has_deltas:
+            return inputs
+        positions = inputs.positions + self.rope_deltas[inputs.context.token_slots]
+        if step is not None:
+            positions = positions.expand(3, -1).clone()
+            assert step.prompt_rows is not None
+            assert step.prompt_positions is not None
+            positions[:, step.prompt_rows] = step.prompt_positions
+        return replace(inputs, rope_positions=positions)
+
+    def _chunks(self, layout: StepLayout) -> Iterator[tuple[_Prompt, int, int, int]]:
+        """The prompts with media in a step: first row, first position, number of rows."""
+        for index, slot in enumerate(layout.slots.tolist()):
+            prompt = self._prompts.get(slot)
+            if prompt is None:
+                continue
+            count = int(layout.counts[index])
+            first = int(layout.seq_lens[index]) - count  # exact: prompts have no drafts
+            if first < prompt.num_tokens:
+                yield prompt, int(layout.starts[index]), first, count
+
+
+def read_inputs(item: MediaItem, device: torch.device) -> MediaInputs:
+    """Read an item's tensors from shared memory."""
+    tensors = {}
+    with Path(item.path).open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    for each in item.tensors:
+        count = int(np.prod(each.shape))
+        array = np.frombuffer(mapped, dtype=each.dtype, count=count, offset=each.start)
+        # A copy: the file may be removed, and torch does not take memory that is read-only.
+        tensors[each.name] = torch.from_numpy(array.reshape(each.shape).copy()).to(device)
+    return MediaInputs(item.modality, tensors, item.facts)

@@ -1,0 +1,62 @@
+"""Prompts as users give them: texts, tokens and dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.protocol.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.media.content import MediaContent
+
+Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", *MEDIA_KEYS)
+
+
+def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
+    """A prompt's text or tokens, and its cache_salt."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        for name, value in prompt.items():
+            if name not in PROMPT_KEYS and value:
+                raise InputError(
+                    f"a prompt may contain {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
+                )
+        if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
+            return prompt["prompt_token_ids"], prompt.get("cache_salt")
+        if isinstance(prompt.get("prompt"), str):
+            return prompt["prompt"], prompt.get("cache_salt")
+    raise InputError(
+        'a prompt must be a text, {"prompt": text} or {"prompt_token_ids": [...]}, '
+        f"got {prompt!r:.80}",
+        "prompt",
+    )
+
+
+def read_media(prompt: Prompt) -> list[MediaContent]:
+    """The media of a prompt."""
+    if not isinstance(prompt, Mapping) or not prompt.get("multi_modal_data"):
+        return []
+    from penstock.media.content import read_multi_modal_data
+
+    return read_multi_modal_data(prompt["multi_modal_data"], prompt.get("mm_processor_kwargs"))
+
+
+def with_priorities(
+    prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None
+) -> list[tuple[Prompt, int]]:
+    """One prompt or several, each with its priority."""
+    several = isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping))
+    items: list[Any] = list(prompts) if several else [prompts]
+    if priority is None:
+        return [(item, 0) for item in items]
+    if not isinstance(priority, (list, tuple)) or len(priority) != len(items):
+        raise InputError(
+            f"priority must be a list with one number per prompt ({len(items)}), "
+            f"got {priority!r:.80}",
+            "priority",
+        )
+    return list(zip(items, priority, strict=True))

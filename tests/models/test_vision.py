@@ -1,0 +1,85 @@
+"""Vision-language models give transformers' tokens, whatever else the engine does meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_vision import VARIANTS, InProcessMedia, Reference, make_vision_checkpoint, picture
+
+from penstock import LLM, SamplingParams
+from penstock.models.architectures import VISION
+from penstock.protocol.errors import InputError
+
+SHAPES = ((100, 60), (40, 90), (64, 64), (200, 30), (30, 120))  # width and height
+OPTIONS = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 200}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Reference]:
+    name = request.param
+    folder = make_vision_checkpoint(tmp_path_factory.mktemp(name), name)
+    return folder, Reference(folder, name)
+
+
+def prompts(reference: Reference) -> list[dict[str, Any]]:
+    """One image of each shape, two images among text, and none."""
+    image = reference.variant.image
+    found: list[dict[str, Any]] = [
+        {"prompt": f"<|user|>{image}Say<|assistant|>", "images": [picture(*shape)]}
+        for shape in SHAPES
+    ]
+    two = f"<|user|>What is {image}?<|assistant|>A cat.<|user|>and {image} here<|assistant|>"
+    found.append({"prompt": two, "images": [picture(100, 60), picture(50, 50, 3)]})
+    found.append({"prompt": "<|user|>No image at all<|assistant|>", "images": []})
+    return found
+
+
+def asked(prompt: dict[str, Any]) -> dict[str, Any]:
+    data = {"image": prompt["images"]} if prompt["images"] else {}
+    return {"prompt": prompt["prompt"], "multi_modal_data": data}
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_tokens_equal_transformers(model: tuple[Path, Reference], chunk: int | None) -> None:
+    """In one batch, in chunks, and once more from the prefix cache."""
+    folder, reference = model
+    given = prompts(reference)
+    expected = [reference.generate(each["prompt"], each["images"], 8) for each in given]
+    limits = {} if chunk is None else {"max_num_batched_tokens": chunk, "max_num_seqs": 4}
+    if chunk is not None:
+        limits["encoder_cache_tokens"] = 64  # less than all of them
+    with LLM(str(folder), **OPTIONS, **limits) as llm:
+        assert llm.frontend.media is not None
+        llm.frontend.media.pool = InProcessMedia(folder)
+        for _ in range(2):
+            outputs = llm.generate([asked(each) for each in given], GREEDY, use_tqdm=False)
+            for output, (prompt_ids, token_ids) in zip(outputs, expected, strict=True):
+                assert output.prompt_token_ids == prompt_ids
+                assert output.outputs[0].token_ids == token_ids
+        encoder = llm.engine.scheduler.encoder
+        if chunk is None:
+            assert encoder.num_encoded == len(SHAPES) + 1, "each image once"
+
+
+def test_media_count_and_tower_off(model: tuple[Path, Reference]) -> None:
+    folder, reference = model
+    given = prompts(reference)
+    with LLM(str(folder), **OPTIONS, language_model_only=True) as llm:
+        assert not any(
+            "vis" in name for name, _ in llm.engine.executor.worker.model.named_modules()
+        )
+        (output,) = llm.generate(given[-1]["prompt"], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == reference.generate(given[-1]["prompt"], [], 8)[1]
+        with pytest.raises(InputError, match="takes text only"):
+            llm.generate(asked(given[0]), GREEDY, use_tqdm=False)
+
+
+def test_every_vision_model_is_compared() -> None:
+    for name, known in VISION.items():
+        assert known.parity, name
+        assert set(known.parity) <= set(VARIANTS), name

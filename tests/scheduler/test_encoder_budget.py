@@ -1,0 +1,149 @@
+"""The encoder budget: an item that a step reads is there, what is kept fits, and all finish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.limits import StepLimits
+from penstock.protocol.media import DropMedia, EncodeMedia, MediaItem
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import SamplingParams
+from penstock.scheduler.encoder_budget import EncoderBudget
+from penstock.scheduler.request import RequestState
+
+MOST_ROWS = 12
+
+
+def limits(rows: int, tokens: int) -> StepLimits:
+    return StepLimits(
+        max_num_seqs=8, max_num_batched_tokens=tokens, max_model_len=4096, encoder_rows=rows
+    )
+
+
+def request(name: str, sizes: list[tuple[int, int, int]]) -> EngineRequest:
+    """`sizes`: for each item, text before it, its rows, and which content it is."""
+    media, at = [], 0
+    for gap, rows, content in sizes:
+        at += gap
+        media.append(
+            MediaItem(
+                modality="image",
+                hash=bytes([content, rows]),
+                offset=at,
+                length=rows,
+                runs=[(0, rows)],
+                path="",
+                tensors=[],
+            )
+        )
+        at += rows
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=[0] * (at + 1),
+        params=SamplingParams(max_tokens=1),
+        seed=0,
+        media=media,
+    )
+
+
+@dataclass
+class Workers:
+    """Keeps what the jobs say."""
+
+    capacity: int
+    kept: dict[bytes, int] = field(default_factory=dict)
+    num_encoded: int = 0
+
+    def run(self, budget: EncoderBudget) -> None:
+        jobs = budget.take_jobs()
+        for job in jobs:
+            if isinstance(job, DropMedia):
+                del self.kept[job.hash]
+            else:
+                assert isinstance(job, EncodeMedia)
+                assert job.item.hash not in self.kept
+                self.kept[job.item.hash] = job.item.num_rows
+                self.num_encoded += 1
+        assert sum(self.kept.values()) <= self.capacity
+
+
+items = st.tuples(st.integers(0, 5), st.integers(1, MOST_ROWS), st.integers(0, 3))
+
+
+@given(
+    prompts=st.lists(st.lists(items, max_size=5), min_size=1, max_size=6),
+    capacity=st.integers(MOST_ROWS, 3 * MOST_ROWS),
+    tokens=st.integers(1, 40),
+    events=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5), st.booleans()), max_size=6),
+)
+def test_items_are_there_and_requests_finish(
+    prompts: list[list[tuple[int, int, int]]],
+    capacity: int,
+    tokens: int,
+    events: list[tuple[int, int, bool]],
+) -> None:
+    """`events`: in which step which request is preempted, or ends if True."""
+    budget, workers = EncoderBudget(limits(capacity, tokens)), Workers(capacity)
+    running = [RequestState(request(str(i), sizes), i, 4096) for i, sizes in enumerate(prompts)]
+    for state in running:
+        budget.check(state.request)
+    num_left = sum(len(state.token_ids) for state in running)
+    for step in range(3 * num_left + 200):
+        for at, index, ends in events:
+            if at == step and index < len(running):
+                budget.release(running[index])
+                running[index].preempt()
+                if ends:
+                    del running[index]
+        if not running:
+            break
+        budget.begin_step()
+        left, read = tokens, []
+        for state in running:
+            first = state.num_computed_tokens
+            num = min(len(state.token_ids) - first, left)
+            num = budget.limit(state, first, num)
+            if num:
+                budget.take(state, num)
+                state.num_computed_tokens += num
+                left -= num
+                read += [
+                    item
+                    for item in state.request.media
+                    if item.offset < first + num and item.end > first
+                ]
+        workers.run(budget)
+        for item in read:
+            assert item.hash in workers.kept
+        done = [s for s in running if s.num_computed_tokens == len(s.token_ids)]
+        for state in done:
+            budget.release(state)
+            running.remove(state)
+    assert not running, "requests wait for each other"
+
+
+def test_one_content_is_encoded_once_while_it_fits() -> None:
+    budget, workers = EncoderBudget(limits(10, 100)), Workers(10)
+    for number in range(100):
+        state = RequestState(request(str(number), [(2, 10, 1)]), number, 4096)
+        budget.begin_step()
+        assert budget.limit(state, 0, len(state.token_ids)) == len(state.token_ids)
+        budget.take(state, len(state.token_ids))
+        workers.run(budget)
+    assert workers.num_encoded == 1
+    other = RequestState(request("other", [(0, 10, 2)]), 200, 4096)
+    budget.begin_step()
+    budget.take(other, 5)
+    workers.run(budget)
+    assert workers.kept == {bytes([2, 10]): 10}
+
+
+def test_what_never_fits_is_refused() -> None:
+    budget = EncoderBudget(limits(10, 100))
+    with pytest.raises(InputError, match="encoder_cache_tokens"):
+        budget.check(request("large", [(0, 11, 1)]))

@@ -1,0 +1,188 @@
+"""Tiny random vision-language checkpoints with a tokenizer, a processor and a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from penstock.media.messages import MediaSetup
+from penstock.media.processor import load_processor
+from penstock.media.worker import make_worker
+
+SPECIAL = [
+    "<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>",
+]  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'video' %}VIDEO"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+class Variant(NamedTuple):
+    model: str  # class in transformers
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    processor: dict[str, Any]  # preprocessor_config.json
+    image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # what the template writes
+    video: str = ""
+    image_token: str = "<|image_pad|>"
+    special: tuple[str, ...] = ()  # further tokens
+    outer: dict[str, Any] = {}  # further settings of config.json
+
+
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+QWEN_PROCESSOR = {
+    "min_pixels": 4 * 28 * 28, "max_pixels": 64 * 28 * 28, "patch_size": 14, "merge_size": 2,
+    "temporal_patch_size": 2, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
+}  # fmt: skip
+
+VARIANTS: dict[str, Variant] = {
+    "qwen2_vl": Variant(
+        "Qwen2VLForConditionalGeneration",
+        {"rope_parameters": MROPE},
+        {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2VLProcessor",
+            **QWEN_PROCESSOR,
+        },
+        video="<|vision_start|><|video_pad|><|vision_end|>",
+    ),
+    "qwen2_5_vl": Variant(
+        "Qwen2_5_VLForConditionalGeneration",
+        {"rope_parameters": MROPE},
+        {
+            "depth": 3,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2_5_VLProcessor",
+            **QWEN_PROCESSOR,
+        },
+        video="<|vision_start|><|video_pad|><|vision_end|>",
+    ),
+}
+
+
+def make_tokenizer(folder: Path, variant: Variant) -> dict[str, int]:
+    """Write a tokenizer of single bytes and special tokens. Returns the ids of the latter."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [*SPECIAL, *variant.special]
+    tokens = [*special, *alphabet]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.save(str(folder / "tokenizer.json"))
+    template = TEMPLATE.replace("IMAGE", variant.image).replace("VIDEO", variant.video)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+        "pad_token": "<pad>", "chat_template": template,
+        "additional_special_tokens": special[3:],
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return {token: i for i, token in enumerate(special)}
+
+
+def make_vision_checkpoint(folder: Path, name: str) -> Path:
+    """Write a random checkpoint of a variant into the folder."""
+    import transformers
+
+    variant = VARIANTS[name]
+    ids = make_tokenizer(folder, variant)
+    model_class = getattr(transformers, variant.model)
+    text = {
+        **TEXT, "vocab_size": len(ids) + 256, "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": 2, **variant.text,
+    }  # fmt: skip
+    outer = {key: ids.get(value, value) for key, value in variant.outer.items()} or {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+    config = model_class.config_class(text_config=text, vision_config=variant.vision, **outer)
+    torch.manual_seed(7)
+    model = model_class(config).float()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+        elif parameter_name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(variant.processor))
+    return folder
+
+
+def picture(width: int, height: int, seed: int = 0) -> Any:
+    """A colourful image."""
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+class Reference:
+    """A checkpoint in transformers."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        import transformers
+
+        self.variant = VARIANTS[name]
+        model_class = getattr(transformers, self.variant.model)
+        self.model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor = load_processor(str(folder))
+
+    @torch.inference_mode()
+    def generate(
+        self, text: str, images: list[Any], max_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """The prompt's tokens and the greedy ones after it."""
+        inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
+        output = self.model.generate(
+            **inputs, max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False
+        )[0].tolist()
+        num_prompt = inputs["input_ids"].shape[1]
+        return output[:num_prompt], output[num_prompt:]
+
+
+class InProcessMedia:
+    """Stands in for the pool of confined processes, whose start takes seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._setup = msgspec.json.encode(MediaSetup(str(folder)))
+        self._work: Callable[[bytes], bytes] | None = None
+
+    def submit(self, payload: bytes, tenant: str = "") -> InProcessMedia:
+        if self._work is None:
+            self._work = make_worker(self._setup)
+        self._answer = self._work(payload)
+        return self
+
+    def result(self) -> bytes:
+        return self._answer
+
+    def close(self) -> None:
+        pass
