@@ -26,6 +26,7 @@ class PlannedStep:
         self.num_drafts = 0  # to propose after the step
         self.least_chance = 0.0  # see StepPlan
         self.without_drafts = True  # no drafts are proposed after it, nor verified in it
+        self.ends_probe = False  # it verifies drafts that are tried although they do not pay
         self.is_decode = True  # every request samples, and computes only drafts besides
         self.started_at = 0.0
         self._rows: list[ScheduledRequest] = []  # one per state, sent to the runner

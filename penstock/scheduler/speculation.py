@@ -12,12 +12,13 @@ from collections.abc import Callable
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import RequestResult, ScheduledRequest
 from penstock.scheduler.plan import PlannedStep
+from penstock.scheduler.probes import Probes
 from penstock.scheduler.request import RequestState
 from penstock.scheduler.running import RunningRequests
 from penstock.scheduler.stats import SpeculationStats
-from penstock.scheduler.step_costs import StepCosts
+from penstock.scheduler.step_costs import NUM_TRIALS, StepCosts
 
-DECAY = 0.98  # of a request's counts, per verified step
+DECAY = 0.99  # of a request's counts, per verified step
 HOST_DECAY = 0.9  # where requests have drafts now and then: those hold in bursts
 SPEED_DECAY = 0.95  # of the tokens and the seconds of decode steps, per step
 AVERAGE_DECAY = 0.995  # of the counts of all requests, per verified proposal
@@ -25,9 +26,13 @@ PRIOR_WEIGHT = 4.0  # drafts that the engine's average counts for in a request's
 FIRST_RATE = 0.7  # assumed share of drafts that hold, before any was verified
 MAX_SAMPLED = 32  # requests whose rates the choice of K looks at
 LEAST_GAIN = 1.03  # in tokens per second, for which drafts are proposed at all
+LEAST_UNTRIED = 1.18  # the same, if the time of such a step was never measured
+CHECK_SHARE = 0.0025  # of what drafts gain, for timing steps without them again
 PLAN_EVERY = 8  # steps between two choices of K
 MOST_GROWTH = 2  # of the number of requests, before K is chosen again at once
-PROBE_EVERY = 64  # steps without drafts, after which a few are tried again
+LOW_CHANCE = 0.5  # drafts with a higher one are proposed in every 64th step, whatever they cost
+LOW_CHANCE_EVERY = 64
+HOST_PROMPT_ROWS = 24  # of a step that shows what a row takes, where steps are not in flight
 FIRST_PROBE, LAST_PROBE = 8, 256  # steps in which a request leaves its drafts out between trials
 
 
@@ -41,19 +46,20 @@ class Speculation:
     def __init__(self, limits: StepLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._costs = StepCosts()
         self._held, self._tried = FIRST_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT  # decayed counts
         self._num_drafts = limits.num_drafts  # the current K
+        self._gain = 1.0  # in tokens per second, by the current K
         self._least_rate = 0.0  # probability to hold of a draft that pays
-        self._steps_left = PLAN_EVERY  # until K is chosen again
-        self._most_running = limits.max_num_seqs  # requests for which the current K was meant
+        self._steps_left = 0  # until K is chosen again
+        self._most_running = 0  # requests for which the current K was meant
         self._last_end = 0.0  # when the last step was collected
-        self._num_idle = 0  # steps with K = 0 since the last drafts
+        self._probes = Probes()
         self._proposes_probe = self._verifies_probe = False  # drafts that are tried although K = 0
         self._accepted_by_position = [0] * limits.num_drafts
         self._num_proposals = self._num_verified = 0
         # Otherwise proposals cost next to nothing, and a request without one brings none.
         self._is_uniform = limits.num_lookahead > 0 or limits.max_in_flight > 1
+        self._costs = StepCosts(*(() if self._is_uniform else (HOST_PROMPT_ROWS,)))
         self._plain_drafts = 0 if self._is_uniform else limits.num_drafts
         self._decay = DECAY if self._is_uniform else HOST_DECAY
         # The drafter itself leaves out drafts that do not pay, if it is told what pays.
@@ -83,13 +89,12 @@ class Speculation:
         step.num_drafts = self._num_drafts
         if self._leaves_choice:
             step.least_chance = self._least_rate
-        self._verifies_probe, self._proposes_probe = self._proposes_probe, False
-        if self._num_drafts == 0:
-            self._num_idle += 1
-            if self._num_idle >= PROBE_EVERY:
-                self._num_idle = 0
-                self._proposes_probe = True
-                step.num_drafts = 1
+            if step.step_id % LOW_CHANCE_EVERY == 0:
+                step.least_chance = min(self._least_rate, LOW_CHANCE)
+        step.ends_probe = self._verifies_probe = self._proposes_probe
+        self._proposes_probe = self._num_drafts == 0 and self._probes.is_due(step.started_at)
+        if self._proposes_probe:
+            step.num_drafts = 1
         step.without_drafts = not (step.num_drafts or self._verifies_probe)
 
     def num_to_verify(self, state: RequestState) -> int:
@@ -140,11 +145,15 @@ class Speculation:
         started_at, self._last_end = max(step.started_at, self._last_end), now
         if step.is_decode and step.states:
             self._costs.record(step.num_tokens, step.num_drafts, now - started_at)
+            self._probes.count_step()
+            if step.ends_probe:
+                self._probes.end(now, self._costs.seconds(len(step.states), 0))
             num_tokens = len(step.states) + self._num_held
             self._num_tokens = self._num_tokens * SPEED_DECAY + num_tokens
             self._num_seconds = self._num_seconds * SPEED_DECAY + now - started_at
-        elif self._is_uniform:
+        elif step.states:
             self._costs.record_prompts(step.num_tokens, now - started_at)
+            self._probes.cancel()
         self._num_held = 0
 
     def stats(self) -> SpeculationStats:
@@ -162,6 +171,9 @@ class Speculation:
 
     def _choose(self, num_running: int, running: RunningRequests) -> None:
         """Choose K: the number of drafts per request with the most tokens per second."""
+        if self._num_drafts and self._is_uniform:  # nobody else times steps without drafts
+            lost = (NUM_TRIALS + 1) * (1.0 - 1.0 / self._gain)
+            self._costs.forget_old(num_running, 0, int(lost / CHECK_SHARE))
         self._measures_plain = not self._costs.knows(num_running, self._plain_drafts)
         if self._measures_plain:
             self._num_drafts, self._steps_left = self._plain_drafts, 1
@@ -172,19 +184,21 @@ class Speculation:
             return
         rates = [self._rate_of(state) for state in running.in_order()[:MAX_SAMPLED]]
         rates = rates or [self._held / self._tried]
-        costs, best, most = self._costs, 0, 0.0
+        costs, best = self._costs, 0
+        plain = most = 1.0 / costs.seconds(num_running, self._plain_drafts)
         chances, tokens = [1.0] * len(rates), 1.0  # of a request, in a step
-        for count in range(self._limits.num_drafts + 1):
-            if count:
-                chances = [chance * rate for chance, rate in zip(chances, rates, strict=True)]
-                tokens += sum(chances) / len(rates)
+        for count in range(1, self._limits.num_drafts + 1):
+            chances = [chance * rate for chance, rate in zip(chances, rates, strict=True)]
+            tokens += sum(chances) / len(rates)
             proposed = count if self._is_uniform else self._plain_drafts
-            speed = tokens / costs.seconds(num_running * (1 + count), proposed)
-            if count == 0 and self._is_uniform:
-                speed *= LEAST_GAIN
-            if speed > most:
+            rows = num_running * (1 + count)
+            speed, gain = tokens / costs.seconds(rows, proposed), 1.0
+            if self._is_uniform:
+                gain = LEAST_GAIN if costs.knows(rows, proposed) else LEAST_UNTRIED
+            if speed > most and speed >= gain * plain:
                 best, most = count, speed
         self._num_drafts = best if self._is_uniform else self._plain_drafts
+        self._gain = most / plain
         self._least_rate = self._seconds_per_row(num_running, best) * most * num_running
 
     def _seconds_per_row(self, num_running: int, num_drafts: int) -> float:

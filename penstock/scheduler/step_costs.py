@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-# Steps until a time counts, which is their median: the first may compile or capture something, and
-# the second, already in flight, then seems to take no time.
-NUM_TRIALS = 3
-WEIGHT = 0.2  # of a new time in the estimate
+# Steps until a time counts, which is their median: the first two may compile or capture something,
+# and one that is already in flight then seems to take no time.
+NUM_TRIALS = 5
+WEIGHT = 0.05  # of a new time in the estimate: a device that gets hot is slow for some ten steps
 MAX_CHANGE = 1.5  # by which one step can differ from the estimate, as a factor: the rest is noise
 EXPIRES_AFTER = 2000  # recorded steps after which an estimate is tried again
-LEAST_PROMPT_ROWS = 256  # of a step that shows what a row takes: with fewer, the weights do
+LEAST_PROMPT_ROWS = 256  # of a step that shows what a row takes
 PROMPT_DECAY = 0.8  # of the sums over such steps
+PROMPT_WEIGHT = 64.0  # rows of drafts that they count for
 
 
 @dataclass
@@ -35,19 +36,21 @@ class _Estimate:
 class StepCosts:
     """Times of steps. Those that are not known yet are assumed to be short, so they get tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_prompt_rows: int = LEAST_PROMPT_ROWS) -> None:
+        self._least_prompt_rows = least_prompt_rows
         self._estimates: dict[tuple[int, int], _Estimate] = {}
         self._num_records = 0
-        self._prompt_seconds = self._prompt_rows = 0.0  # decayed sums
+        self._prompt_seconds = self._prompt_rows = self._prompt_steps = 0.0  # decayed sums
 
     def record_prompts(self, num_rows: int, seconds: float) -> None:
-        """A step computed prompts. What its rows took is the most that rows of drafts take.
+        """A step computed prompts. Rows of drafts take about as long as its rows, or longer.
 
         A step's time may count for the next one in flight, so only sums over steps mean something.
         """
-        if num_rows >= LEAST_PROMPT_ROWS:
+        if num_rows >= self._least_prompt_rows:
             self._prompt_seconds = self._prompt_seconds * PROMPT_DECAY + seconds
             self._prompt_rows = self._prompt_rows * PROMPT_DECAY + num_rows
+            self._prompt_steps = self._prompt_steps * PROMPT_DECAY + 1
 
     def record(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """A step computed `num_rows` rows and proposed `num_drafts` drafts for each request."""
@@ -70,37 +73,64 @@ class StepCosts:
         rows = _bucket(num_rows)
         if self.knows(num_rows, num_drafts):
             return self._estimates[rows, num_drafts].seconds
-        known = {key: each.seconds for key, each in self._estimates.items() if self._counts(each)}
-        alike = sorted(key for key in known if key[1] == num_drafts)
-        if alike and alike[0][0] < rows < alike[-1][0]:
-            below = max(key for key in alike if key[0] < rows)
-            above = min(key for key in alike if key[0] > rows)
-            share = (rows - below[0]) / (above[0] - below[0])
-            return known[below] + share * (known[above] - known[below])
+        known = self._known()
+        alike = {key for key in known if key[1] == num_drafts}
+        below = [key for key in alike if key[0] < rows]
+        above = [key for key in alike if key[0] > rows]
         smaller = [key for key in known if key[0] <= rows and key[1] <= num_drafts]
+        if not (below and above):
+            below, above = smaller, [k for k in known if k[0] > rows and k[1] >= num_drafts]
+        if below and above:
+            least, most = max(below), min(above)
+            share = (rows - least[0]) / (most[0] - least[0])
+            return known[least] + share * (known[most] - known[least])
         if not smaller:
             return min(known.values(), default=1.0)
         slowest = max(known[key] for key in smaller)
         nearest = max(smaller, key=lambda key: (key[0], known[key]))
-        per_row = self._prompt_seconds / self._prompt_rows if self._prompt_rows else 0.0
-        return max(slowest, known[nearest] + (rows - nearest[0]) * per_row)
+        more = (rows - nearest[0]) * self._seconds_per_prompt_row(known)
+        return max(slowest, known[nearest] + more)
 
     def knows(self, num_rows: int, num_drafts: int) -> bool:
         estimate = self._estimates.get((_bucket(num_rows), num_drafts))
         return estimate is not None and self._counts(estimate)
 
-    def seconds_per_row(self, num_rows: int, most_rows: int, num_drafts: int) -> float:
-        """The time that a row adds to a step of `num_rows`, up to `most_rows`. Unknown: 0.
+    def forget_old(self, num_rows: int, num_drafts: int, max_age: int) -> None:
+        """Forget the time of such a step if none was among the last `max_age` recorded ones."""
+        key = (_bucket(num_rows), num_drafts)
+        known = self._estimates.get(key)
+        if known is not None and self._num_records - known.recorded_at > max_age:
+            del self._estimates[key]
 
-        It is an average over the measured steps, because the first row more may cost the most.
+    def seconds_per_row(self, num_rows: int, most_rows: int, num_drafts: int) -> float:
+        """The time that a row adds to a step of `num_rows`, up to `most_rows`.
+
+        It is an average over the measured steps, because the first row more may cost the most. Rows
+        of prompts count, too. Times vary, but a row adds no less than one of a prompt does, and no
+        more than its share of the step.
         """
-        base, seconds, rows = self.seconds(num_rows, num_drafts), 0.0, 0
-        for (of_rows, of_drafts), known in self._estimates.items():
-            is_larger = _bucket(num_rows) < of_rows <= most_rows
-            if is_larger and of_drafts == num_drafts and self._counts(known):
-                seconds += known.num_trials * (known.seconds - base)
-                rows += known.num_trials * (of_rows - num_rows)
-        return max(seconds, 0.0) / rows if rows else 0.0
+        known = self._known()
+        of_prompt = self._seconds_per_prompt_row(known)
+        rows = PROMPT_WEIGHT if of_prompt else 0.0
+        seconds = rows * of_prompt
+        base = self.seconds(num_rows, num_drafts)
+        for (of_rows, of_drafts), own in known.items():
+            if of_drafts == num_drafts and _bucket(num_rows) < of_rows <= most_rows:
+                num_trials = self._estimates[of_rows, of_drafts].num_trials
+                seconds += num_trials * (own - base)
+                rows += num_trials * (of_rows - num_rows)
+        found = seconds / rows if rows else 0.0
+        return min(max(found, of_prompt), base / num_rows)
+
+    def _known(self) -> dict[tuple[int, int], float]:
+        return {key: each.seconds for key, each in self._estimates.items() if self._counts(each)}
+
+    def _seconds_per_prompt_row(self, known: dict[tuple[int, int], float]) -> float:
+        """Beyond what the shortest step takes, which reads the weights, too."""
+        if not self._prompt_rows:
+            return 0.0
+        seconds = self._prompt_seconds - self._prompt_steps * min(known.values(), default=0.0)
+        return max(seconds, 0.0) / self._prompt_rows
 
     def _counts(self, estimate: _Estimate) -> bool:
         return estimate.num_trials >= NUM_TRIALS and not self._is_stale(estimate)

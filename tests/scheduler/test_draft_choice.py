@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from fake_device import make_request
@@ -87,6 +88,11 @@ class World:
 def gpu(rows, drafts):
     """Flat up to 128 rows, then linear. Each draft costs a small model's step."""
     return 4.0 * max(1.0, rows / 128) + 0.2 * drafts
+
+
+def h200(rows, drafts):
+    """Milliseconds of an 8B model."""
+    return 4.0 + 0.0245 * rows + 0.3 * drafts
 
 
 def cpu(rows, drafts):
@@ -183,7 +189,7 @@ def test_a_time_counts_after_a_few_trials_and_ignores_outliers():
 
 def test_a_step_that_was_in_flight_beside_a_slow_one_does_not_count():
     costs = StepCosts()
-    for seconds in (9.0, 0.01, 2.0):
+    for seconds in (9.0, 9.0, 0.01, 2.0, 2.0):
         costs.record(1, 0, seconds)
     assert costs.seconds(1, 0) == 2.0
 
@@ -196,23 +202,66 @@ def test_larger_steps_are_expected_to_take_what_rows_of_prompts_take():
     assert costs.seconds(512, 1) == 10.0
     for seconds in (40.0, 0.0, 20.0, 20.0):
         costs.record_prompts(1000, seconds)
-    assert costs.seconds(512, 1) == pytest.approx(10.0 + 256 * 0.02, rel=0.1)
+    # Each of them took 20.0, of which 10.0 are not for its 1000 rows.
+    assert costs.seconds(512, 1) == pytest.approx(10.0 + 256 * 0.01, rel=0.1)
     assert costs.seconds(256, 1) == 10.0
 
 
 def test_a_device_that_rows_keep_busy_never_sees_many_drafts():
-    """As 256 streams of an 8B model on an H200, for which no number of drafts pays."""
+    """As 256 streams on an H200, for which no number of drafts pays."""
+    world = World([0.7] * 256, h200, num_lookahead=4, max_in_flight=2)
+    world.speculation._num_drafts = 0  # as after prompts of many requests
+    for _ in range(4):
+        world.speculation._costs.record_prompts(8192, h200(8192, 0))
+    without = 256 / h200(256, 0)
+    assert world.run(100) > 0.97 * without  # also while it learns
+    assert world.run(500) > 0.985 * without
+
+
+def test_steps_that_capture_graphs_do_not_make_trials_expensive():
+    """The first two steps of each size take long, also with many requests that need no drafts."""
+    seen = Counter()
 
     def seconds(rows, drafts):
-        return 4.0 + 0.0245 * rows + 0.3 * drafts
+        seen[rows, drafts] += 1
+        return h200(rows, drafts) + (60.0 if seen[rows, drafts] <= 2 else 0.0)
 
     world = World([0.7] * 256, seconds, num_lookahead=4, max_in_flight=2)
     world.speculation._num_drafts = 0  # as after prompts of many requests
     for _ in range(4):
-        world.speculation._costs.record_prompts(8192, seconds(8192, 0))
-    without = 256 / seconds(256, 0)
-    assert world.run(100) > 0.97 * without  # also while it learns
-    assert world.run(500) > 0.985 * without
+        world.speculation._costs.record_prompts(8192, h200(8192, 0))
+    world.run(70)  # with a first trial
+    assert seen[512, 0] == 1
+    without = 256 / h200(256, 0)
+    assert world.run(200) > 0.99 * without
+    assert world.run(8000) > 0.99 * without
+    assert seen[512, 0] > 3  # it still tries
+
+
+def test_a_device_that_is_slow_for_some_steps_does_not_bring_drafts_back():
+    slow = set()
+    world = World([0.7] * 256, lambda *size: h200(*size) * (1.3 if slow else 1.0), num_lookahead=4)
+    for _ in range(4):
+        world.speculation._costs.record_prompts(8192, h200(8192, 0))
+    world.run(30)
+    slow.add(True)
+    world.run(10)
+    slow.clear()
+    world.num_proposed = 0
+    world.run(20)
+    assert world.num_proposed == 0
+
+
+def test_a_wrong_time_without_drafts_is_corrected_while_there_are_drafts():
+    world = World([0.7] * 256, h200, num_lookahead=4)
+    for _ in range(4):
+        world.speculation._costs.record_prompts(8192, h200(8192, 0))
+    world.run(30)
+    world.speculation._costs._estimates[256, 0].seconds *= 1.5
+    world.run(30)
+    assert world.speculation._num_drafts > 0
+    world.run(1000)
+    assert world.speculation._num_drafts == 0
 
 
 def test_a_choice_for_few_requests_does_not_outlive_the_arrival_of_many():
@@ -253,6 +302,7 @@ def test_drafts_that_are_tried_again_are_verified_by_requests_on_the_fast_path()
     speculation = engine.scheduler.speculation
     speculation._choose = lambda *args: setattr(speculation, "_num_drafts", 0)
     speculation._choose()
+    speculation._clock = lambda: 1.0  # no step takes long
     for _ in range(150):
         engine.turn()
     # Two tries of one draft each, beside those before K was chosen.
