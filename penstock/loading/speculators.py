@@ -27,9 +27,15 @@ def find_model(config: EngineConfig) -> tuple[EngineConfig, ModelSource]:
     `speculative_config` is filled in. Raises ConfigError or ModelError.
     """
     source = resolve_source(config.model, config.load)
-    if TYPE not in source.config:
-        return config, source
     name = config.model.model
+    if TYPE not in source.config:
+        method = head_method(source.config)
+        if method is not None:
+            raise ConfigError(
+                f"model: {name} is a draft head. Use the model that it was trained for, with "
+                f'speculative_config {{"method": "{method}", "model": "{name}"}}'
+            )
+        return config, source
     method, verifier = method_of(source.config), _verifier_of(name, source.config)
     if config.speculative.speculative_config is not None:
         raise ConfigError(
@@ -53,6 +59,16 @@ def find_model(config: EngineConfig) -> tuple[EngineConfig, ModelSource]:
             f"the verifier of the drafter {name} cannot be loaded: {error}. If it is elsewhere, "
             f'use it as model, with speculative_config {{"method": "{method}", "model": "{name}"}}'
         ) from error
+
+
+def head_method(settings: Mapping[str, Any]) -> str | None:
+    """The method of an EAGLE or Medusa head, by the architectures in its config.json.
+
+    None for other models, and for heads without a name of their own.
+    """
+    names = settings.get("architectures")
+    text = " ".join(map(str, names)).lower() if isinstance(names, list) else ""
+    return next((method for method in ("eagle3", "eagle", "medusa") if method in text), None)
 
 
 def method_of(settings: Mapping[str, Any]) -> str:

@@ -71,6 +71,7 @@ class Eagle(Model):
         config = read_head(raw, build.tp.size, "EAGLE")
         size = config.hidden_size
         self.vocab_size, self.hidden_size, self.dtype = config.vocab_size, size, build.dtype
+        self.target_size = size
         self.fc = Linear(build, 2 * size, [Part("", size, 1)], bias=_has(names, "fc.bias"))
         self.layers = nn.ModuleList([EagleLayer(build, config, names)])
         has_norm = any(name.removeprefix("model.") == "norm.weight" for name in names)

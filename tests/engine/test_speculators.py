@@ -111,3 +111,12 @@ def test_another_type_as_a_drafter_is_refused_by_its_name(tiny_llama: str, tmp_p
     drafter = make_drafter(tmp_path / "drafter", tiny_llama, speculators_model_type="dflash")
     with pytest.raises(ModelError, match="'dflash' is not supported, only eagle3"):
         open_llm(tiny_llama, speculative_config={"method": "eagle3", "model": drafter})
+
+
+def test_a_head_that_names_no_verifier_is_refused_as_model(tiny_llama: str, tmp_path: Path) -> None:
+    head, _ = make_head(tmp_path / "head", Path(tiny_llama))
+    with pytest.raises(ConfigError, match=r'is a draft head.*"method": "eagle3"'):
+        open_llm(str(head))
+    drafts = {"method": "draft_model", "model": str(head)}
+    with pytest.raises(ConfigError, match="is a draft head: use method eagle3"):
+        open_llm(tiny_llama, speculative_config=drafts)

@@ -19,6 +19,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.loading.source import ModelSource, resolve_source
+from penstock.loading.speculators import head_method
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
 from penstock.models.base import Hidden
@@ -81,6 +82,9 @@ class DraftModelDrafter(ModelDrafter):
             setup.limits.max_model_len,
         )
         draft = resolve_source(own.model, own.load)
+        method = head_method(draft.config)
+        if method is not None:
+            raise ConfigError(f"{self._name} is a draft head: use method {method}")
         if choose_task(own, draft) != "generate":
             raise ConfigError(f"the draft model {self._name} does not generate text")
         check_vocabulary(setup.config, setup.source, draft)

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from penstock.loading.source import resolve_source
-from penstock.models.assembly import load_model
+from penstock.layers.build import Build
+from penstock.models.base import Model
 from penstock.models.eagle3 import Eagle3, aux_layers, flatten_config
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafter import DraftSetup
-from penstock.runner.drafters.head import HeadDrafter, use_positions
+from penstock.runner.drafters.eagle_head import EagleHeadDrafter
 
 
-class Eagle3Drafter(HeadDrafter):
-    def __init__(self, name: str, num_drafts: int) -> None:
-        super().__init__(num_drafts)
-        self._name = name
+class Eagle3Drafter(EagleHeadDrafter):
+    what = "EAGLE-3"
 
-    def load(self, setup: DraftSetup) -> None:
-        own, max_model_len = setup.config_of(self._name), setup.limits.max_model_len
-        found = resolve_source(own.model, own.load)
-        settings = flatten_config(found.config)
-        use_positions(settings, self._name, max_model_len)
-        aux = aux_layers(settings, int(setup.source.config["num_hidden_layers"]))
-        settings["num_aux_hidden_states"] = len(aux)
-        found = dataclasses.replace(found, config=settings)
-        head, dtypes, _ = load_model(
-            own, found, setup.platform, setup.draft_mesh, max_model_len, create=Eagle3.create
-        )
-        assert isinstance(head, Eagle3)
+    def read(
+        self, setup: DraftSetup, config: Mapping[str, Any], names: list[str]
+    ) -> tuple[dict[str, Any], Callable[[Build, Mapping[str, Any]], Model]]:
+        settings = flatten_config(config)
         if not setup.target.gives_aux:
             raise ConfigError(
                 f"{type(setup.target).__name__} does not give hidden states of its layers: method "
                 "eagle3 is not supported for it"
             )
-        setup.check_sizes(f"the EAGLE-3 head {self._name}", head, head.target_size)
-        setup.target.aux_layers = aux
-        self._target, self._head = setup.target, head
-        self.use(head, dtypes.kv, setup.max_rows, max_model_len)
+        setup.target.aux_layers = aux = aux_layers(
+            settings, int(setup.source.config["num_hidden_layers"])
+        )
+        settings["num_aux_hidden_states"] = len(aux)
+        return settings, Eagle3.create

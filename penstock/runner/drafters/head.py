@@ -12,8 +12,7 @@ again otherwise, and the head cannot, without its hidden states. It costs accept
 
 from __future__ import annotations
 
-import logging
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,8 +27,6 @@ from penstock.runner.forward import ForwardInputs
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.sampler import Sampler
 from penstock.runner.tables import RequestTables
-
-logger = logging.getLogger(__name__)
 
 
 class DraftHead(Protocol):
@@ -123,17 +120,3 @@ class HeadDrafter(ModelDrafter):
 
     def logits(self, hidden: Hidden, rows: torch.Tensor | slice) -> torch.Tensor:
         return self._head.project(hidden.states[rows])
-
-
-def use_positions(settings: dict[str, Any], name: str, max_model_len: int) -> None:
-    """Let a head compute positions up to `max_model_len`, whatever its config.json says.
-
-    Such files name the context that the head was trained with. Its layer has no such limit.
-    """
-    trained = settings.get("max_position_embeddings")
-    if isinstance(trained, int) and trained < max_model_len:
-        logger.info(
-            "%s has max_position_embeddings %d: it drafts up to max_model_len, %d tokens",
-            name, trained, max_model_len,
-        )  # fmt: skip
-    settings["max_position_embeddings"] = max_model_len
