@@ -18,13 +18,14 @@ from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.prompts import TextPrompt, TokensPrompt
 from penstock.protocol.sampling import RequestOutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
+from penstock.protocol.version import VERSION
 
 if TYPE_CHECKING:
     from penstock.async_llm import AsyncLLM
     from penstock.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from penstock.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "LLM",
     "AsyncEngineArgs",

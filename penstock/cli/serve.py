@@ -27,6 +27,10 @@ def run(args: argparse.Namespace) -> int:
     from penstock.observability.logs import setup_logging
 
     setup_logging(config.observability.log_level, config.observability.log_format)
+    if config.parallel.node_rank > 0:
+        from penstock.executor.nodes import run_node
+
+        return run_node(config)
     from penstock.server.run import serve
 
     return run_in_event_loop(serve(config, server_config))

@@ -128,6 +128,16 @@ class ParallelConfig:
         "Give each rank some of the experts, whole, instead of a slice of every expert; for models "
         "with experts (docs/scaling.md).",
     )
+    nnodes: int = option(
+        1, "Number of machines that share the ranks. Each runs penstock serve with its node_rank."
+    )
+    node_rank: int = option(
+        0, "Number of this machine. 0 has the engine and the API, the others only run ranks."
+    )
+    master_addr: str = option(
+        "127.0.0.1", "Address of node 0 in the network between the nodes, which must be trusted."
+    )
+    master_port: int = option(29501, "Port at which node 0 waits for the other nodes.")
     data_parallel_size: int = option(
         1,
         "Number of replicas: engines with the whole model behind one endpoint. They cover for each "
@@ -164,6 +174,32 @@ class ParallelConfig:
             )
         for index in range(len(self.replica_devices)):
             self.devices_of(index)
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        require(self, "nnodes", "master_port", least=1)
+        require(self, "node_rank", least=0)
+        if self.master_port > 65535:
+            raise ConfigError(f"master_port must be at most 65535, got {self.master_port}")
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank must be below nnodes ({self.nnodes}), got {self.node_rank}"
+            )
+        if self.num_ranks % self.nnodes:
+            fitting = [str(n) for n in range(1, self.num_ranks + 1) if self.num_ranks % n == 0]
+            raise ConfigError(
+                f"nnodes must divide the {self.num_ranks} ranks (tensor_parallel_size x "
+                f"pipeline_parallel_size), got {self.nnodes}: use {', '.join(fitting)}"
+            )
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ConfigError(
+                "nnodes > 1 and data_parallel_size > 1 cannot be combined: start a server per "
+                "replica, with data_parallel_rank"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.nnodes
 
     @property
     def num_ranks(self) -> int:

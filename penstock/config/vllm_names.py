@@ -57,6 +57,7 @@ NOT_NEEDED = {
     "prefill_schedule_interval": ForeignOption("prompts and decodes share each step"),
     "num_scheduler_steps": ForeignOption("steps are planned ahead: see async_scheduling"),
     "multi_step_stream_outputs": _switch("each step's tokens are streamed"),
+    "headless": _switch("nodes with a node_rank above 0 serve no API"),
     "stream_interval": ForeignOption("each step's tokens are streamed", (1,)),
     "renderer_num_workers": ForeignOption("templates and tokenizers have worker threads"),
     "enable_server_load_tracking": _switch("/load is always there"),
@@ -121,10 +122,6 @@ NOT_SUPPORTED = {
     "distributed_executor_backend": ForeignOption(
         "ranks are processes on one machine", ("mp", "uni")
     ),
-    "nnodes": ForeignOption("ranks are processes on one machine", (1,)),
-    "node_rank": ForeignOption("ranks are processes on one machine", (0,)),
-    "master_addr": ForeignOption("ranks are processes on one machine"),
-    "master_port": ForeignOption("ranks are processes on one machine"),
     "ray_workers_use_nsight": _switch("ranks are processes on one machine"),
     "worker_cls": ForeignOption("leave it out", ("auto",)),
     "worker_extension_cls": ForeignOption("leave it out"),
@@ -161,7 +158,6 @@ NOT_SUPPORTED = {
     "io_processor_plugin": ForeignOption("leave it out"),
     "profiler_config": ForeignOption("use py-spy or torch.profiler around penstock bench"),
     "shutdown_mode": ForeignOption("use shutdown_timeout"),
-    "headless": _switch("ranks are processes on one machine"),
     "api_server_count": ForeignOption("one process serves the API", (1,)),
     "data_parallel_size_local": ForeignOption("use data_parallel_size", (1,)),
     "data_parallel_start_rank": ForeignOption("use data_parallel_size", (0,)),

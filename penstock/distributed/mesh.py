@@ -91,17 +91,17 @@ class Mesh:
 
 
 def join_mesh(
-    rank: int, tp_size: int, pp_size: int, store_path: str, backend: str,
+    rank: int, tp_size: int, pp_size: int, rendezvous: str, backend: str,
     spread_experts: bool = False,
 ) -> Mesh:  # fmt: skip
-    """Join the other ranks. They rendezvous through the file at `store_path`.
+    """Join the other ranks, at a URL for torch's rendezvous (file:// or tcp://).
 
     `backend` names one for each kind of device. So every group takes tensors on the host, too.
     """
     size = tp_size * pp_size
     if size == 1:
         return Mesh()
-    dist.init_process_group(backend, init_method=f"file://{store_path}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
     stages = [list(range(first, first + tp_size)) for first in range(0, size, tp_size)]
     pipelines = [list(range(first, size, tp_size)) for first in range(tp_size)]
     tp = _join_group(rank, stages)

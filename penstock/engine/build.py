@@ -44,6 +44,8 @@ def build_engine(
 ) -> EngineCore:
     """Load the model and build an engine core that is ready for requests."""
     executor: Executor
+    if config.parallel.node_rank > 0:
+        raise ConfigError("node_rank > 0 is for penstock serve: node 0 runs the engine")
     if drafter is not None and config.speculative.speculative_config is not None:
         raise ConfigError("drafter and speculative_config cannot be combined: drop one")
     if config.parallel.num_ranks == 1:

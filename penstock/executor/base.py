@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import AnyKVCacheSpec
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingInfo
@@ -26,6 +27,7 @@ class Capabilities:
     pooling: PoolingInfo | None = None  # for pooling models
     draft_specs: dict[str, AnyKVCacheSpec] = field(default_factory=dict)  # of a drafter's layers
     device: str = "cpu"  # or "cuda"
+    fingerprint: str = ""  # of the checkpoint
     stages: Stages = field(default_factory=list)  # of all ranks together, if there are several
 
 
@@ -43,18 +45,35 @@ def merge_capabilities(ranks: Sequence[Capabilities], num_stages: int = 1) -> Ca
     specs = {name: spec for stage in stages for name, spec in stage.kv_specs.items()}
     least = min(stage.kv_budget for stage in stages)
     merged = replace(last, kv_specs=specs, kv_budget=least)
-    for stage in stages:
+    for number, stage in enumerate(stages):
         alike = replace(stage, kv_specs=specs, kv_budget=least, pooling=last.pooling)
-        assert alike == merged, f"stages differ: {alike} and {merged}"
+        _check_alike(alike, merged, f"pipeline stage {number}", f"stage {num_stages - 1}")
     return replace(merged, stages=[([*stage.kv_specs], stage.kv_budget) for stage in stages])
 
 
 def _merge_ranks(ranks: Sequence[Capabilities]) -> Capabilities:
     merged = replace(ranks[0], kv_budget=min(rank.kv_budget for rank in ranks))
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         alike = replace(rank, kv_budget=merged.kv_budget)
-        assert alike == merged, f"ranks differ: {alike} and {merged}"
+        _check_alike(alike, merged, f"tensor-parallel rank {number}", "rank 0")
     return merged
+
+
+def _check_alike(own: Capabilities, other: Capabilities, own_name: str, name: str) -> None:
+    """Raise ConfigError, naming what differs. On one machine nothing can."""
+    for each in fields(own):
+        ours, theirs = getattr(own, each.name), getattr(other, each.name)
+        if ours == theirs:
+            continue
+        what, remedy = f"{each.name} {ours!r:.200} and {theirs!r:.200}", "start all nodes alike"
+        if each.name == "fingerprint":
+            what, remedy = "different checkpoints", "give all nodes the same files of the model"
+        elif each.name == "limits":
+            names = [
+                key for key in ours.__struct_fields__ if getattr(ours, key) != getattr(theirs, key)
+            ]
+            what = f"different limits ({', '.join(names)})"
+        raise ConfigError(f"{own_name} and {name} have {what}: {remedy}")
 
 
 class Executor(Protocol):

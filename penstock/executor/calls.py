@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from penstock.config import EngineConfig
@@ -12,8 +14,23 @@ class Hello(msgspec.Struct):
 
     config: EngineConfig
     rank: int
-    size: int
-    store_path: str
+    rendezvous: str  # of all ranks: file:// or tcp://
+    local_rank: int  # among those of its machine
+    local_size: int
+
+
+class Join(msgspec.Struct):
+    """The first message from a rank of another machine. Answered with `Welcome` or `Raised`."""
+
+    version: str
+    config: dict[str, Any]  # another version may not be able to decode it as `EngineConfig`
+    node_rank: int
+    local_rank: int
+    host: str
+
+
+class Welcome(msgspec.Struct, tag=True):
+    """`Hello` follows."""
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -34,3 +51,4 @@ class Raised(msgspec.Struct, tag=True):
 
 
 CallAnswer = Returned | Raised
+JoinAnswer = Welcome | Raised

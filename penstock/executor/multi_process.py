@@ -1,7 +1,7 @@
 """MultiProcessExecutor: runs several ranks, each in its own process, in lockstep.
 
-A rank is a child process that reads calls from its own socket. It exits when the socket closes, so
-no child outlives the engine.
+A rank is a process that reads calls from its own socket: a child, or one on another machine
+(`nodes.py`). It exits when the socket closes, so none outlives the engine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from penstock.executor.base import merge_capabilities
 from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.finished_jobs import FinishedJobs
 from penstock.executor.interrupts import interrupts_held
+from penstock.executor.nodes import NodeListener, framed, free_port
 from penstock.executor.worker import Worker
 from penstock.protocol.calls import decode_result, encode, encode_args
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
@@ -38,6 +39,7 @@ EXIT_TIMEOUT_S = 5.0  # from the closing of a rank's socket to its end
 FAILURE_GRACE_S = 5.0
 """How long the other ranks have to answer after a step failed on one rank. Ranks that fail for the
 same reason fail at the same time. Any other rank would wait in a collective forever."""
+HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 SEND_TIMEOUT_S = 0.001
 """How long a send may block. A rank that is computing does not read, and a rank that waits for a
 failed one never will. What was not sent is sent later, while waiting for answers."""
@@ -52,25 +54,30 @@ class MultiProcessExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        size = config.parallel.num_ranks
+        parallel = config.parallel
+        size, num_local = parallel.num_ranks, parallel.ranks_per_node
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []  # of this machine: the first ranks
+        self._hosts: list[str] = []  # by rank: the machine, if it is another one
         self._connections: list[Connection] = []  # for receiving
         self._sockets: list[socket.socket] = []  # the same sockets, for sending
         self._unsent: list[bytearray] = []  # by rank
         self._due: deque[str] = deque()  # methods of calls without answers from all ranks
         self._results: dict[int, Any] = {}  # by rank, of the first of these calls
-        self._num_stages = config.parallel.pipeline_parallel_size
-        self._first_of_last = size - config.parallel.tensor_parallel_size  # rank that reports
+        self._num_stages = parallel.pipeline_parallel_size
+        self._first_of_last = size - parallel.tensor_parallel_size  # rank that reports
         self._collects_early = False
         self._finished_jobs = FinishedJobs()
         self._decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
-            for _ in range(size):
+            for _ in range(num_local):
                 self._spawn()
-            store_path = str(Path(self._folder.name) / "store")
+            rendezvous = f"file://{Path(self._folder.name) / 'store'}"
+            if parallel.nnodes > 1:
+                rendezvous = self._add_nodes(config)
             for rank, unsent in enumerate(self._unsent):
-                unsent += _framed(encode(Hello(config, rank, size, store_path)))
+                hello = Hello(config, rank, rendezvous, rank % num_local, num_local)
+                unsent += framed(encode(hello))
             self._due.append("capabilities")
             self._flush()
             self.capabilities = merge_capabilities(self._gather(), self._num_stages)
@@ -90,6 +97,21 @@ class MultiProcessExecutor:
         )
         theirs.close()
         self._processes.append(process)
+        self._add(ours, "")
+
+    def _add_nodes(self, config: EngineConfig) -> str:
+        """Wait for the ranks of other machines. Returns where all ranks rendezvous."""
+        listener = NodeListener(config)
+        try:
+            for end, host in listener.accept():
+                self._add(end, host)
+        finally:
+            listener.close()
+        address = config.parallel.master_addr
+        return f"tcp://{address}:{free_port(address)}"
+
+    def _add(self, ours: socket.socket, host: str) -> None:
+        self._hosts.append(host)
         timeout = struct.pack("@ll", 0, int(SEND_TIMEOUT_S * 1e6))  # seconds, microseconds
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._sockets.append(ours)
@@ -143,6 +165,13 @@ class MultiProcessExecutor:
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
                 raise self._death(rank)
+        poll = select.poll()
+        remote = self._connections[len(self._processes) :]
+        for connection in remote:
+            poll.register(connection.fileno(), HANG_UP)
+        if remote and (gone := poll.poll(0)):
+            fds = [connection.fileno() for connection in self._connections]
+            raise self._death(fds.index(gone[0][0]))
 
     def close(self) -> None:
         for connection in self._connections:
@@ -167,10 +196,10 @@ class MultiProcessExecutor:
     ) -> None:
         """Send a call to these ranks, or to all."""
         call = Call(method, [*map(msgspec.Raw, encode_args(args))], is_answered)
-        framed = _framed(encode(call))
+        message = framed(encode(call))
         with interrupts_held():
             for rank in range(len(self._unsent)) if ranks is None else ranks:
-                self._unsent[rank] += framed
+                self._unsent[rank] += message
             if is_answered:
                 self._due.append(method)
             self._flush()
@@ -214,7 +243,7 @@ class MultiProcessExecutor:
             for fd in missing:
                 poll.register(fd, select.POLLIN)
             for fd in others:
-                poll.register(fd, 0)  # hears of its death
+                poll.register(fd, HANG_UP)
             for end, unsent in zip(self._sockets, self._unsent, strict=True):
                 if unsent:
                     poll.register(end, select.POLLOUT)
@@ -247,22 +276,22 @@ class MultiProcessExecutor:
                 answer = self._decoder.decode(self._connections[rank].recv_bytes())
                 if isinstance(answer, Raised):
                     return self._kill(_revive(answer, rank))
+        worker = f"worker {rank} of {len(self._connections)}"
+        if host := self._hosts[rank]:
+            return self._kill(EngineDeadError(f"{worker} on {host} died"))
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._processes[rank].wait(EXIT_TIMEOUT_S)
-        reason = f"worker {rank} of {len(self._processes)} died (exit code {code})"
-        return self._kill(EngineDeadError(reason))
+        return self._kill(EngineDeadError(f"{worker} died (exit code {code})"))
 
     def _kill(self, error: PenstockError) -> PenstockError:
         """Kill all ranks: some may wait forever for another one. Returns `error`."""
         for process in self._processes:
             process.kill()
+        for end in self._sockets[len(self._processes) :]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # it exits, even if it is stuck
         return error
-
-
-def _framed(message: bytes) -> bytes:
-    """Frame a message for `Connection.recv_bytes`."""
-    return struct.pack("!i", len(message)) + message
 
 
 def _revive(raised: Raised, rank: int) -> PenstockError:

@@ -37,11 +37,11 @@ def serve(connection: Connection) -> None:
     observability = hello.config.observability
     level = observability.log_level if hello.rank == 0 else "error"
     setup_logging(level, observability.log_format)
-    platform = detect_platform(hello.config.device, hello.rank, hello.size)
+    platform = detect_platform(hello.config.device, hello.local_rank, hello.local_size)
     parallel = hello.config.parallel
     mesh = join_mesh(
         hello.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
-        hello.store_path, platform.backend, parallel.enable_expert_parallel,
+        hello.rendezvous, platform.backend, parallel.enable_expert_parallel,
     )  # fmt: skip
     mesh = with_peers(mesh, platform)
     decoder = msgspec.msgpack.Decoder(Call)

@@ -55,6 +55,7 @@ class Worker:
         drafter: Drafter | None = None,
     ) -> None:
         self.config = config
+        self.fingerprint = source.fingerprint
         self.platform = platform
         self.mesh = mesh
         self.processors = load_processors([*config.model.logits_processors, *processors])
@@ -199,5 +200,12 @@ class Worker:
         info = self.pooler.info if self.pooler is not None else None
         device = self.platform.device.type
         return Capabilities(
-            self.limits, self.dtypes.kv, kv_specs, budget, info, draft_specs, device
+            self.limits,
+            self.dtypes.kv,
+            kv_specs,
+            budget,
+            info,
+            draft_specs,
+            device,
+            self.fingerprint,
         )

@@ -18,7 +18,8 @@ from tiny_models import config_of, make_checkpoint
 from penstock import LLM, SamplingParams
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.calls import Call
-from penstock.executor.multi_process import MultiProcessExecutor, _framed
+from penstock.executor.multi_process import MultiProcessExecutor
+from penstock.executor.nodes import framed
 from penstock.layers.build import Build
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
@@ -266,7 +267,7 @@ def test_with_one_rank_all_end_at_once(model: Path) -> None:
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         executor = executor_of(llm)
         processes = list(executor._processes)
-        executor._unsent[1] += _framed(encode(Call("no_such_method", [])))
+        executor._unsent[1] += framed(encode(Call("no_such_method", [])))
         with pytest.raises(EngineDeadError, match="no_such_method"):
             executor.call("reset")
         assert processes[0].wait(60) == -signal.SIGKILL  # though it could go on
