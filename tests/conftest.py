@@ -68,12 +68,13 @@ def gemma_model() -> str:
 
 @pytest.fixture(autouse=True)
 def _logging_as_python_has_it() -> Iterator[None]:
-    """An engine sets up the package's logger for its process, in which other tests run as well."""
+    """An engine sets up the loggers of its process, in which other tests run as well."""
     yield
-    logger = logging.getLogger("penstock")
-    logger.setLevel(logging.NOTSET)
-    logger.handlers.clear()
-    logger.propagate = True
+    for name in ("penstock", "uvicorn", "opentelemetry"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.NOTSET)
+        logger.handlers.clear()
+        logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)

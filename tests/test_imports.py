@@ -44,6 +44,7 @@ def test_importing_penstock_imports_nothing_heavy() -> None:
         ["bench", "startup", "--help"],
         ["bench", "serve", "--help"],
         ["bench", "compare", "--help"],
+        ["bench", "sweep", "--help"],
         ["run-batch", "--help"],
         ["merge", "--help"],
         ["plan", "--help"],

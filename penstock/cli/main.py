@@ -72,6 +72,11 @@ BENCHMARKS = {
         "run downloads the model if necessary."
     ),
     "serve": Command("Measure latency and throughput of any OpenAI-compatible server."),
+    "sweep": Command(
+        "Run bench serve over rates and options, plot latency against throughput, and mark the "
+        "Pareto front. A second run into the same folder resumes the first.",
+        "-o DIR --vary NAME=V1,V2 -- FLAGS",
+    ),
     "compare": Command("Compare two reports that --json wrote.", "A.json B.json"),
 }
 
