@@ -66,7 +66,7 @@ class LLM(PoolingMethods):
         if named:
             options["logits_processors"] = named
         config = EngineConfig.from_options(options)
-        if config.parallel.data_parallel_size > 1:
+        if config.parallel.num_engines > 1:
             raise ConfigError(
                 "LLM runs one engine in this process: drop data_parallel_size, or use AsyncLLM, "
                 "penstock run-batch or penstock serve, which run replicas"

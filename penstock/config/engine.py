@@ -126,7 +126,8 @@ class ParallelConfig:
     enable_expert_parallel: bool = option(
         False,
         "Give each rank some of the experts, whole, instead of a slice of every expert; for models "
-        "with experts (docs/scaling.md).",
+        "with experts. With data_parallel_size they are spread over the ranks of all replicas, "
+        "which then are one engine and step together (docs/scaling.md).",
     )
     nnodes: int = option(
         1, "Number of machines that share the ranks. Each runs penstock serve with its node_rank."
@@ -167,10 +168,15 @@ class ParallelConfig:
             raise ConfigError(
                 f"data_parallel_size must be at most {MOST_REPLICAS}, got {self.data_parallel_size}"
             )
-        if self.replica_devices and len(self.replica_devices) != self.data_parallel_size:
+        if self.num_lanes > 1 and self.pipeline_parallel_size > 1:
             raise ConfigError(
-                f"replica_devices must have one value for each of the {self.data_parallel_size} "
-                f"replicas (data_parallel_size), got {len(self.replica_devices)}"
+                "enable_expert_parallel with data_parallel_size > 1 needs pipeline_parallel_size 1"
+            )
+        if self.replica_devices and len(self.replica_devices) != self.num_engines:
+            raise ConfigError(
+                f"replica_devices must have one value for each of the {self.num_engines} "
+                f"engines (data_parallel_size, 1 if experts are spread over all), got "
+                f"{len(self.replica_devices)}"
             )
         for index in range(len(self.replica_devices)):
             self.devices_of(index)
@@ -202,9 +208,18 @@ class ParallelConfig:
         return self.num_ranks // self.nnodes
 
     @property
+    def num_lanes(self) -> int:
+        """Replicas in one engine: all, if experts are spread over their ranks."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def num_engines(self) -> int:
+        return self.data_parallel_size // self.num_lanes
+
+    @property
     def num_ranks(self) -> int:
-        """Ranks of one replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_lanes
 
     def devices_of(self, replica: int) -> tuple[int, ...]:
         """The GPUs or cores in `replica_devices`. Empty: none are given for this replica."""
@@ -304,6 +319,11 @@ class EngineConfig:
             raise ConfigError("skip_tokenizer_init and tokenizer cannot be combined: drop one")
         if self.model.skip_tokenizer_init and self.model.chat_template is not None:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
+        if self.lora.enable_lora and self.parallel.num_lanes > 1:
+            raise ConfigError(
+                "enable_lora does not work with experts that are spread over replicas: drop "
+                "enable_expert_parallel, or use tensor_parallel_size instead of data_parallel_size"
+            )
         self.speculative.check_ranks(self.parallel.tensor_parallel_size)
         if self.parallel.pipeline_parallel_size > 1:
             self._check_stages()

@@ -67,6 +67,11 @@ class Mesh:
     world: RankGroup = field(default_factory=RankGroup)  # all ranks of the engine
 
     @property
+    def spans_replicas(self) -> bool:
+        """Whether the ranks that experts are spread over have different tokens."""
+        return self.ep.size > self.tp.size
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp.rank == 0
 
@@ -92,24 +97,25 @@ class Mesh:
 
 def join_mesh(
     rank: int, tp_size: int, pp_size: int, rendezvous: str, backend: str,
-    spread_experts: bool = False,
+    spread_experts: bool = False, num_lanes: int = 1,
 ) -> Mesh:  # fmt: skip
     """Join the other ranks, at a URL for torch's rendezvous (file:// or tcp://).
 
     `backend` names one for each kind of device. So every group takes tensors on the host, too.
+    With several lanes, which are replicas without pipeline stages, experts are spread over all.
     """
-    size = tp_size * pp_size
+    size = tp_size * pp_size * num_lanes
     if size == 1:
         return Mesh()
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
     stages = [list(range(first, first + tp_size)) for first in range(0, size, tp_size)]
     pipelines = [list(range(first, size, tp_size)) for first in range(tp_size)]
-    tp = _join_group(rank, stages)
+    tp, world = _join_group(rank, stages), RankGroup(rank, size, dist.group.WORLD)
     return Mesh(
         tp=tp,
-        pp=_join_group(rank, pipelines),
-        ep=tp if spread_experts else RankGroup(),
-        world=RankGroup(rank, size, dist.group.WORLD),
+        pp=_join_group(rank, pipelines) if pp_size > 1 else RankGroup(),
+        ep=world if num_lanes > 1 else tp if spread_experts else RankGroup(),
+        world=world,
     )
 
 

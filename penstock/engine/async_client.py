@@ -41,7 +41,7 @@ class AsyncEngineClient:
         self._info = None
         parallel = config.parallel
         self.replicas = ReplicaSet(
-            self.ledger, self._config, parallel.data_parallel_size, parallel.data_parallel_routing
+            self.ledger, self._config, parallel.num_engines, parallel.data_parallel_routing
         )
 
     async def load(self, config: EngineConfig) -> EngineInfo:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
+from penstock.engine.group import EngineGroup
 from penstock.executor.base import Capabilities, Executor
 from penstock.executor.in_process import InProcessExecutor
+from penstock.executor.lanes import LaneExecutor
 from penstock.executor.multi_process import MultiProcessExecutor
 from penstock.kvcache.layout import longest_request, make_layout
 from penstock.kvcache.manager import KVCacheManager
@@ -56,18 +59,33 @@ def build_engine(
             "processes: give logits processors as module:Class, and a drafter as "
             'speculative_config={"method": "custom", "model": "module:Class"}'
         )
+    elif config.parallel.num_lanes > 1:
+        executor = LaneExecutor(config)
     else:
         executor = MultiProcessExecutor(config)
     try:
-        return _assemble(config, source, executor)
+        if isinstance(executor, LaneExecutor):
+            return _assemble_group(config, source, executor)
+        return _make_core(config, source, executor, *_start(config, executor))
     except BaseException:
         executor.close()
         raise
 
 
-def _assemble(config: EngineConfig, source: ModelSource, executor: Executor) -> EngineCore:
-    capabilities = executor.capabilities
-    layout, limits = plan_cache(config, capabilities)
+def _assemble_group(
+    config: EngineConfig, source: ModelSource, executor: LaneExecutor
+) -> EngineGroup:
+    layout, limits = _start(config, executor)
+    cores = []
+    for index, lane in enumerate(executor.lanes):
+        parallel = replace(config.parallel, data_parallel_rank=index)  # for its KV events
+        cores.append(_make_core(replace(config, parallel=parallel), source, lane, layout, limits))
+    return EngineGroup(cores, executor)
+
+
+def _start(config: EngineConfig, executor: Executor) -> tuple[KVCacheLayout, StepLimits]:
+    """Plan the KV cache and have all ranks allocate it."""
+    layout, limits = plan_cache(config, executor.capabilities)
     try:
         executor.call("start", layout, limits)
     except (MemoryError, RuntimeError) as error:
@@ -79,6 +97,17 @@ def _assemble(config: EngineConfig, source: ModelSource, executor: Executor) -> 
             f"of {limits.max_model_len} tokens: lower kv_cache_memory_bytes, "
             f"num_gpu_blocks_override, max_num_seqs or max_model_len ({error})"
         ) from error
+    return layout, limits
+
+
+def _make_core(
+    config: EngineConfig,
+    source: ModelSource,
+    executor: Executor,
+    layout: KVCacheLayout,
+    limits: StepLimits,
+) -> EngineCore:
+    capabilities = executor.capabilities
     kv_manager = KVCacheManager(
         layout,
         model_fingerprint=source.fingerprint,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from penstock.executor.base import Executor
 from penstock.kvcache.landmarks import CacheReport
 from penstock.protocol.adapter import Adapter
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_STEP = -1  # the id of a step without a plan
 STALLED_WAIT_S = 0.001  # polling interval while all requests wait at a gate or for adapters
 
 
@@ -58,8 +61,25 @@ class EngineCore:
         self._cache_report: CacheReport | None = None
         self._metrics = Counter[str]()  # counted by workers since `take_metrics`
         self._in_flight: deque[int] = deque()  # ids of steps
+        self._has_joined = False  # this core launched a step without a plan
         self._must_reset = False  # a step was interrupted: the workers' state is unknown
         self._why_over: str | None = None  # set once the engine is closed or dead
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.scheduler.num_unfinished
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return self.scheduler.num_scheduled_tokens
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self.scheduler.kv.pool.num_usable
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """Tell `watcher` of every step from now on."""
+        self.watcher = watcher
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InputError` if it could never run."""
@@ -130,20 +150,52 @@ class EngineCore:
     def _step(self) -> list[EngineDelta]:
         if self._must_reset:
             return self._recover(None)
-        plan = self.scheduler.schedule()
-        deltas = self.scheduler.take_deltas()
+        plan, deltas = self.begin_step()
         if plan is not None:
-            if self.watcher is not None:
-                self.watcher.begin(plan)
-            deltas += self._launch(plan)
+            deltas += self.launch_step(plan)
+        return deltas + self.end_step(plan, deltas)
+
+    # -- the parts of a step, which cores in a group run together
+
+    def begin_step(self) -> tuple[StepPlan | None, list[EngineDelta]]:
+        """Plan the next step."""
+        return self.scheduler.schedule(), self.scheduler.take_deltas()
+
+    def launch_step(self, plan: StepPlan, joins: bool = False) -> list[EngineDelta]:
+        """Launch a planned step. `joins`: other replicas compute, even if this one does not."""
+        if self.watcher is not None:
+            self.watcher.begin(plan)
+        return self._launch(msgspec.structs.replace(plan, joins=True) if joins else plan)
+
+    def join_step(self, joins: bool) -> None:
+        """Launch a step without a plan, because other replicas have one."""
+        self._has_joined = True
+        self.executor.launch(StepPlan(step_id=NO_STEP, scheduled=[], joins=joins))
+
+    def end_step(self, plan: StepPlan | None, deltas: Sequence[EngineDelta]) -> list[EngineDelta]:
+        """Collect the oldest step if the queue is full or nothing was launched.
+
+        `deltas` are those that the step has had so far.
+        """
+        if self._has_joined:
+            self._has_joined = False
+            self.executor.collect()
+            return []
+        ended: list[EngineDelta] = []
         queue_is_full = len(self._in_flight) >= self.limits.max_in_flight
         if self._in_flight and (plan is None or queue_is_full):
-            deltas += self._update()
+            ended = self._update()
         elif plan is None and not deltas and self.grammars is not None:
             self.grammars.wait(STALLED_WAIT_S)  # all requests wait for grammars
-        if plan is not None and not plan.scheduled and not deltas and len(self._in_flight) <= 1:
+        is_empty = plan is not None and not plan.scheduled
+        if is_empty and not deltas and not ended and len(self._in_flight) <= 1:
             time.sleep(STALLED_WAIT_S)  # all requests wait for adapters
-        return deltas
+        return ended
+
+    def recover(self) -> list[EngineDelta]:
+        """Drop all steps in flight after an interrupt, and retry their requests."""
+        self._has_joined = False
+        return self._recover(None)
 
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None:

@@ -60,7 +60,8 @@ class EngineServer:
     def __init__(self, socket: zmq.Socket[bytes], core: EngineCore, box: BlackBox) -> None:
         self._socket = socket
         self._core = core
-        self._core.watcher = self._box = box
+        self._box = box
+        core.watch(box)
         self._decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
         self._deltas: list[EngineDelta] = []
         self._calls: list[CallResult] = []
@@ -81,9 +82,9 @@ class EngineServer:
             self._send()
 
     def _step(self) -> None:
-        num_before = self._core.scheduler.num_scheduled_tokens
+        num_before = self._core.num_scheduled_tokens
         self._deltas += self._core.step()
-        num_tokens = self._core.scheduler.num_scheduled_tokens - num_before
+        num_tokens = self._core.num_scheduled_tokens - num_before
         if num_tokens:  # 0 if it only collected
             self._step_tokens.append(num_tokens)
             self._num_steps += 1
@@ -218,8 +219,7 @@ def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
 
 def core_info(core: EngineCore) -> EngineInfo:
     pooling = core.executor.capabilities.pooling
-    kv = core.scheduler.kv
-    return EngineInfo(core.limits, kv.pool.num_usable, pooling, kv.prefix_keys)
+    return EngineInfo(core.limits, core.num_kv_blocks, pooling, core.scheduler.kv.prefix_keys)
 
 
 def exit_with_parent(address: str) -> None:

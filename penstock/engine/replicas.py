@@ -427,13 +427,13 @@ def check_cores(config: EngineConfig) -> None:
     """
     parallel, device = config.parallel, config.device
     if device.device == "cpu" and device.cpu_threads is None and not parallel.replica_devices:
-        threads_of_replica(parallel.data_parallel_size, parallel.num_ranks)
+        threads_of_replica(parallel.num_engines, parallel.num_ranks)
 
 
 def replica_config(config: EngineConfig, index: int) -> EngineConfig:
     """The configuration of one replica's engine, with the devices or cores that it uses."""
     parallel = config.parallel
-    num_replicas = max(parallel.data_parallel_size, index + 1)  # more may be added
+    num_replicas = max(parallel.num_engines, index + 1)  # more may be added
     if num_replicas == 1 and not parallel.replica_devices:
         return config
     device = dataclasses.replace(

@@ -42,6 +42,7 @@ def serve(connection: Connection) -> None:
     mesh = join_mesh(
         hello.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
         hello.rendezvous, platform.backend, parallel.enable_expert_parallel,
+        parallel.num_lanes,
     )  # fmt: skip
     mesh = with_peers(mesh, platform)
     decoder = msgspec.msgpack.Decoder(Call)

@@ -29,8 +29,9 @@ class _QueuedStep:
 class StepQueue:
     """Runs steps in order. After a failed step, skips later ones until `reset`."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, fails_alone: bool = True) -> None:
         self._runner = runner
+        self._fails_alone = fails_alone  # False: other replicas wait for this step
         self._steps: deque[_QueuedStep] = deque()
         self._has_failed = False
 
@@ -70,6 +71,10 @@ class StepQueue:
                 raise
             if isinstance(error, torch.AcceleratorError):  # all later calls fail, too
                 raise EngineDeadError(f"the device failed: {error}") from error
+            if not self._fails_alone:
+                raise EngineDeadError(f"a step failed that other replicas wait for: {error}") from (
+                    error
+                )
             if isinstance(error, EarlierStageFailed):
                 step.failure = error.failure
             else:

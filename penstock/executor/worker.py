@@ -150,6 +150,7 @@ class Worker:
                 self.model.can_capture
                 and not self.config.device.enforce_eager
                 and self.mesh.pp.size == 1
+                and not self.mesh.spans_replicas  # the host waits for where tokens go
             ),
             dtype=self.dtypes.compute,
             routed_experts=self.routed_experts,
@@ -159,7 +160,7 @@ class Worker:
             link=link,
             takes_media=limits.encoder_rows > 0,
         )
-        self._steps = StepQueue(self.runner)
+        self._steps = StepQueue(self.runner, fails_alone=not self.mesh.spans_replicas)
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step. See `Executor` for failures."""

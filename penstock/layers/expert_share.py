@@ -26,7 +26,7 @@ def spread_experts(num_experts: int, num_ranks: int) -> list[tuple[int, ...]]:
     if num_experts < num_ranks:
         raise ConfigError(
             f"enable_expert_parallel spreads whole experts, and the model's {num_experts} are "
-            f"fewer than {num_ranks} ranks: lower tensor_parallel_size, or drop it"
+            f"fewer than {num_ranks} ranks: use fewer, or drop it"
         )
     size, rest = divmod(num_experts, num_ranks)
     starts = [rank * size + min(rank, rest) for rank in range(num_ranks + 1)]
@@ -63,19 +63,20 @@ class ExpertShare(nn.Module):
 
 
 def has_experts(model: nn.Module) -> bool:
-    return bool(_layers(model))
+    return bool(expert_layers(model))
 
 
 def names_elsewhere(model: nn.Module) -> tuple[str, ...]:
     """Patterns of the names of tensors whose experts are on other ranks."""
-    configs = [layer.config for layer in _layers(model)]
+    configs = [layer.config for layer in expert_layers(model)]
     held = {expert for config in configs for expert in config.own_experts}
     count = max((config.num_experts for config in configs), default=0)
     others = [str(expert) for expert in range(count) if expert not in held]
     return (rf"\.experts\.(?:{'|'.join(others)})\.",) if others else ()
 
 
-def _layers(model: nn.Module) -> list[Experts]:
+def expert_layers(model: nn.Module) -> list[Experts]:
+    """The layers with experts, in the order in which they run."""
     from penstock.layers.experts import Experts  # that module imports this one
 
     return [module for module in model.modules() if isinstance(module, Experts)]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.layers.build import Build
+from penstock.layers.expert_exchange import ExpertExchange
 from penstock.layers.expert_share import ExpertShare, take_share
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
@@ -77,7 +78,11 @@ class Experts(nn.Module):
         self.gate = Router(build, config)
         implementation, self.choice = choose_implementation(own_build, config)
         self.experts = implementation.make(own_build, config)
-        self.share = None if config.held is None else ExpertShare(build, config)
+        self.share = self.exchange = None
+        if build.mesh.spans_replicas:
+            self.exchange = ExpertExchange(build, config.num_experts, config.hidden_size)
+        elif config.held is not None:
+            self.share = ExpertShare(build, config)
         self.shared_expert = self.shared_expert_gate = None
         if config.shared_size:
             self.shared_expert = GatedMLP(build, config.hidden_size, config.shared_size)
@@ -90,16 +95,24 @@ class Experts(nn.Module):
         weights, ids = self.build.ops.route(logits, self.routing, self.gate.correction)
         if self.record is not None:
             self.record[: len(ids)] = ids
-        if self.share is not None:
-            weights, ids = self.share(weights, ids)
-        run = self._run_scaled if self.scale_inputs else self._run
-        output = self.build.tp.all_reduce(run(x, weights, ids))
+        if self.exchange is not None:
+            output = self.exchange(x, weights, ids, self.experts, self.scale_inputs)
+        else:
+            if self.share is not None:
+                weights, ids = self.share(weights, ids)
+            run = self._run_scaled if self.scale_inputs else self._run
+            output = self.build.tp.all_reduce(run(x, weights, ids))
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:
                 shared = sigmoid(self.shared_expert_gate(x)) * shared
             output = output + shared
         return output
+
+    def join(self) -> None:
+        """Take part in a step in which only other replicas have tokens."""
+        assert self.exchange is not None, "no other ranks wait"
+        self.exchange.join(self.experts, self.build.dtype, self.routing.top_k)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if self.adapter is not None:

@@ -62,6 +62,8 @@ def resolve_limits(
     num_stages = config.parallel.pipeline_parallel_size
     if num_stages > 1 and config.scheduler.async_scheduling is not False:
         max_in_flight = num_stages  # one for each: it knows all tokens of its requests
+    if config.parallel.num_lanes > 1:
+        max_in_flight = 1  # the steps of all lanes begin and end together
     return StepLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

@@ -72,6 +72,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     masked: bool = False  # a request with a grammar samples: `StepMasks` come before the tokens
     num_drafts: int = 0  # to propose after this step for each sampling request; 0: no drafter runs
     least_chance: float = 0.0  # that a draft holds; drafters that know leave those below it out
+    joins: bool = False  # other replicas have tokens: exchange them even if this step has none
 
     @property
     def num_tokens(self) -> int:

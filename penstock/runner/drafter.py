@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.config import EngineConfig
-from penstock.distributed.mesh import Mesh
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.loading.source import ModelSource
 from penstock.models.base import Hidden, Model
 from penstock.platforms.platform import Platform
@@ -44,7 +44,9 @@ class DraftSetup:
         """The ranks that share the layers of a model that drafts."""
         settings = self.config.speculative.settings
         is_whole = settings is not None and settings.draft_tensor_parallel_size == 1
-        return Mesh() if is_whole else self.mesh
+        # Replicas draft by themselves: experts of a drafter are not spread over them.
+        mesh = replace(self.mesh, ep=RankGroup()) if self.mesh.spans_replicas else self.mesh
+        return Mesh() if is_whole else mesh
 
     def config_of(self, name: str, quantization: str | None = None) -> EngineConfig:
         """The configuration of a model that drafts."""

@@ -10,6 +10,7 @@ import torch
 
 from penstock.config.model import LogprobsMode
 from penstock.distributed.stage_link import EarlierStageFailed, StageLink, States
+from penstock.layers.expert_share import expert_layers
 from penstock.models.base import Hidden, Model
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
@@ -151,6 +152,9 @@ class ModelRunner:
         handed = self._receive(plan)
         self._apply(plan)
         if not plan.scheduled:
+            if plan.joins:
+                for layer in expert_layers(self.model):
+                    layer.join()
             return StepHandle(plan.step_id, None)
         batch, hidden, logits = self.steps.run(lay_out(plan, self.tables), handed)
         handle = StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))

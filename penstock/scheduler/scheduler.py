@@ -116,6 +116,10 @@ class Scheduler:
         known = self._known(request_ids)
         return [self._end(state, FinishReason.ERROR, error=error) for state in known]
 
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
     def has_unfinished(self) -> bool:
         """Whether there are requests, or jobs for workers."""
         return bool(self._requests) or self.adapters.has_work

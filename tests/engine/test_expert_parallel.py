@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engine import open_llm, random_prompts
+from tiny_engine import OPTIONS, open_llm, random_prompts
 from tiny_models import make_checkpoint
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, AsyncLLM, SamplingParams
+from penstock.config import EngineConfig
+from penstock.engine.group import EngineGroup
 from penstock.executor.multi_process import MultiProcessExecutor
 from penstock.protocol.errors import ConfigError, EngineDeadError
 
@@ -75,6 +80,84 @@ def test_two_ranks_with_some_experts_each_give_one_ranks_tokens(
         kill_rank(llm, 1)
         with pytest.raises(EngineDeadError, match="worker"):
             generate(llm)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp", "options", "is_exact"),
+    [
+        ("qwen2_moe", 1, IN_CHUNKS, True),  # with a shared expert
+        pytest.param("deepseek_v2", 1, IN_CHUNKS, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 1, IN_CHUNKS, True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, IN_CHUNKS, False, marks=pytest.mark.slow),
+        pytest.param("mixtral", 1, {"cpu_backend": "torch"}, False, marks=pytest.mark.slow),
+        pytest.param("llama4", 1, {}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_that_share_experts_give_one_ranks_tokens(
+    tmp_path: Path, variant: str, tp: int, options: dict[str, Any], is_exact: bool
+) -> None:
+    """Bit for bit where a row's attention does not depend on the batch. Also if only one replica
+    has requests; from the prefix cache; and no rank goes on alone after another was killed."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint, **options) as llm:
+        expected = generate(llm)
+        longest = llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)
+    spread = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": tp}
+    with open_llm(checkpoint, **options, **spread) as llm:
+        assert isinstance(llm.engine, EngineGroup)
+        for _ in range(2):
+            found = generate(llm)
+            assert_same(found, expected, tolerance=1e-4)
+            assert found == expected or not is_exact
+        assert all(core.stats().num_prefix_queries for core in llm.engine.cores)
+        assert llm.engine.stats().num_prefix_hits > 0
+        alone = llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)
+        assert alone[0].outputs[0].token_ids == longest[0].outputs[0].token_ids
+        kill_rank(llm, 1)
+        with pytest.raises(EngineDeadError, match="worker"):
+            generate(llm)
+
+
+@pytest.mark.slow
+def test_replicas_that_share_experts_are_restarted_together(tmp_path: Path) -> None:
+    """A killed rank costs no stream a token."""
+    checkpoint = make_checkpoint(tmp_path, "mixtral")
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with open_llm(checkpoint) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        expected = [list(output.outputs[0].token_ids) for output in outputs]
+    spread = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    killed: list[int] = []
+
+    async def stream(engine: AsyncLLM, number: int) -> list[int]:
+        tokens: list[int] = []
+        async for output in engine.generate(PROMPTS[number], params, str(number)):
+            tokens = list(output.outputs[0].token_ids)
+            if len(tokens) > 5 and not killed:
+                engines = children(os.getpid(), "penstock.engine.process")
+                _, second = (rank for pid in engines for rank in children(pid, "executor.rank"))
+                killed.append(second)
+                os.kill(second, signal.SIGKILL)
+        return tokens
+
+    async def run() -> list[list[int]]:
+        async with AsyncLLM(str(checkpoint), **OPTIONS, **spread) as engine:
+            return await asyncio.gather(*(stream(engine, n) for n in range(len(PROMPTS))))
+
+    assert asyncio.run(run()) == expected
+    assert killed
+
+
+def children(pid: int, module: str) -> list[int]:
+    """The child processes that run a module."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(own) for own in pids if module in Path(f"/proc/{own}/cmdline").read_text()]
+
+
+def test_adapters_of_replicas_that_share_experts_are_refused() -> None:
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_lora": True}
+    with pytest.raises(ConfigError, match="enable_lora does not work with experts that are spread"):
+        EngineConfig.from_options(options)
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
