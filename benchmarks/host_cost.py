@@ -206,7 +206,7 @@ def measure_messages() -> dict[str, float]:
 # -- the API process: this process is its engine and its clients, and looks at its CPU time
 
 
-def run_api(uds: str) -> None:
+def run_api(uds: str, num_processes: int) -> None:
     """Serve the default model's text, with a fake engine in another process."""
     import penstock.engine.handle as handle
     from penstock.cli.serve import run_in_event_loop
@@ -215,13 +215,20 @@ def run_api(uds: str) -> None:
 
     class EngineElsewhere(subprocess.Popen[bytes]):
         def __init__(self, command: list[str], **options: Any) -> None:
-            print(f"engine {command[-2]}", flush=True)
-            super().__init__(["sleep", "100000"], **options)
+            if "penstock.engine.process" in command[2]:
+                print(f"engine {command[-2]}", flush=True)
+                command = ["sleep", "100000"]
+            super().__init__(command, **options)
 
     handle.subprocess.Popen = EngineElsewhere  # type: ignore[misc]
     never = 1e6
+    several = {"api_server_count": num_processes} if num_processes > 1 else {}
     server_config = ServerConfig(
-        uds=uds, spare_engine=False, engine_heartbeat_timeout_s=never, step_timeout_s=never
+        uds=uds,
+        spare_engine=False,
+        engine_heartbeat_timeout_s=never,
+        step_timeout_s=never,
+        **several,
     )
     run_in_event_loop(serve(EngineConfig(), server_config))
 
@@ -294,7 +301,20 @@ def cpu_time(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def measure_api() -> dict[str, float]:
+def api_pids(pid: int) -> list[int]:
+    """The processes of a server that serve the API: itself and, if there are several, these."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    pids = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    names = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in pids}
+    return [pid, *(child for child in pids if names[child] == "penstock-api")]
+
+
+def measure_several_apis() -> dict[str, float]:
+    """Streams with two API processes, whose CPU time is added up."""
+    return measure_api(num_processes=2)
+
+
+def measure_api(num_processes: int = 1) -> dict[str, float]:
     import tempfile
 
     from penstock.config import EngineConfig
@@ -309,7 +329,7 @@ def measure_api() -> dict[str, float]:
     token_ids = [i for i in tokenizer.encode(text) if tokenizer.token_text(i).strip()]
     with tempfile.TemporaryDirectory() as folder:
         uds = f"{folder}/api"
-        command = [sys.executable, __file__, "--serve", uds]
+        command = [sys.executable, __file__, "--serve", uds, str(num_processes)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
@@ -318,14 +338,17 @@ def measure_api() -> dict[str, float]:
             for line in process.stdout:
                 if "page" in line:
                     break
+            pids = api_pids(process.pid)
+            if num_processes > 1:
+                return measure_shares(engine, pids, uds)
             streams = {
                 f"{name} stream, {num_streams} at once: us of the API process a token": (
-                    measure_streams(engine, process.pid, uds, name, num_streams)
+                    measure_streams(engine, pids, uds, name, num_streams)
                 )
                 for name in ("chat", "completions")
                 for num_streams in STREAMS
             }
-            request = measure_requests(engine, process.pid, uds, text[:PROMPT_CHARACTERS])
+            request = measure_requests(engine, pids, uds, text[:PROMPT_CHARACTERS])
             name = "chat request for one token, 64 at once: us of the API process a request"
             return {**streams, name: request}
         finally:
@@ -333,7 +356,19 @@ def measure_api() -> dict[str, float]:
             process.wait()
 
 
-def measure_streams(engine: FakeEngine, pid: int, uds: str, name: str, num_streams: int) -> float:
+def measure_shares(engine: FakeEngine, pids: list[int], uds: str) -> dict[str, float]:
+    """What the parent and an API process spend on chat streams, a token of the server."""
+    costs = {}
+    for num_streams in STREAMS[1:]:
+        for whose, some in (("the parent", pids[:1]), ("all processes", pids)):
+            name = f"chat stream, {num_streams} at once, 2 API processes: us of {whose} a token"
+            costs[name] = measure_streams(engine, some, uds, "chat", num_streams)
+    return costs
+
+
+def measure_streams(
+    engine: FakeEngine, pids: list[int], uds: str, name: str, num_streams: int
+) -> float:
     body: dict[str, Any] = {"stream": True, "max_tokens": 4000, "temperature": 0}
     path = "/v1/completions"
     if name == "chat":
@@ -353,28 +388,28 @@ def measure_streams(engine: FakeEngine, pid: int, uds: str, name: str, num_strea
         step()
     costs = []
     for _ in range(NUM_STRETCHES):
-        begin = cpu_time(pid)
+        begin = sum(map(cpu_time, pids))
         for _ in range(num_steps):
             step()
-        costs.append((cpu_time(pid) - begin) / (num_steps * num_streams))
+        costs.append((sum(map(cpu_time, pids)) - begin) / (num_steps * num_streams))
     engine.step(is_last=True)
     for client in clients:
         client.close()
     return 1e6 * min(costs)
 
 
-def measure_requests(engine: FakeEngine, pid: int, uds: str, prompt: str) -> float:
+def measure_requests(engine: FakeEngine, pids: list[int], uds: str, prompt: str) -> float:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": prompt}]}
     costs = []
     for _ in range(NUM_STRETCHES):
-        begin = cpu_time(pid)
+        begin = sum(map(cpu_time, pids))
         clients = [Client(uds, "/v1/chat/completions", body) for _ in range(64)]
         engine.wait_for(64)
         engine.step(is_last=True)
         for client in clients:
             client.read_event()
             client.close()
-        costs.append((cpu_time(pid) - begin) / 64)
+        costs.append((sum(map(cpu_time, pids)) - begin) / 64)
     return 1e6 * min(costs)
 
 
@@ -386,6 +421,7 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {
     "admission": measure_admission,
     "messages": measure_messages,
     "api": measure_api,
+    "apis": measure_several_apis,
 }
 
 
@@ -411,10 +447,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        run_api(args.serve)
+        run_api(args.serve[0], int(args.serve[1]))
         return
     if args.part:
         print(json.dumps(PARTS[args.part]()))

@@ -41,6 +41,7 @@ LONG_FILES = (  # the longest first
     "server/test_adapter_service.py",
     "server/test_replica_routes.py",
     "server/test_replicated_server.py",
+    "server/test_api_processes.py",
     "server/test_pooling_routes.py",
     "server/test_abandoned_grammars.py",
     "server/test_page.py",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.bench.common import positive_int
 from penstock.cli.common import add_model_argument, take_model_argument
-from penstock.cli.serve import run_in_event_loop
 from penstock.config import EngineConfig, ServerConfig
 from penstock.config.cli import (
     add_engine_arguments,
@@ -20,6 +19,7 @@ from penstock.config.cli import (
     serve_options_from_args,
 )
 from penstock.protocol.errors import ConfigError
+from penstock.server.serving import run_in_event_loop
 
 if TYPE_CHECKING:
     from penstock.engine.async_client import AsyncEngineClient
@@ -109,12 +109,13 @@ class BatchRun:
         service = await start(self.config, self.server_config, client)
         from penstock.server.app import build_app
         from penstock.server.batch.run import Batch
+        from penstock.server.shared import shared_here
 
         assert client.info is not None
         num_lines = sum(1 for _ in read_lines(self.input_path))
         progress = tqdm(total=num_lines, unit="line", disable=None)  # only in a terminal
         batch = Batch(
-            build_app(service),
+            build_app(service, shared_here(service, client)),
             self.output,
             self.max_concurrency or 2 * client.max_num_seqs,
             on_line=progress.update,

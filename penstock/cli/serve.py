@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Coroutine
-from typing import Any
 
 from penstock.cli.common import add_model_argument, take_model_argument
 from penstock.config.cli import (
@@ -12,6 +10,7 @@ from penstock.config.cli import (
     add_server_arguments,
     serve_options_from_args,
 )
+from penstock.server.serving import run_in_event_loop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +33,3 @@ def run(args: argparse.Namespace) -> int:
     from penstock.server.run import serve
 
     return run_in_event_loop(serve(config, server_config))
-
-
-def run_in_event_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run on uvloop if it is installed, else on asyncio."""
-    try:
-        import uvloop
-    except ImportError:
-        import asyncio
-
-        return asyncio.run(main)
-    return uvloop.run(main)

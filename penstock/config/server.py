@@ -11,6 +11,7 @@ from penstock.config.lora_modules import AdapterPlaces, parse_lora_module
 from penstock.config.options import coerce, option, options_of, require
 from penstock.protocol.errors import ConfigError
 
+MAX_API_PROCESSES = 64  # one process relays the tokens of all
 SHORTEST_SILENCE_S = 2.0  # a healthy process may be silent for less, while it waits for a core
 
 
@@ -19,6 +20,10 @@ class ServerConfig:
     host: str = option("0.0.0.0", "Address to listen on; 127.0.0.1: local connections only.")
     port: int = option(8000, "Port to listen on; 0: any free port.")
     uds: str | None = option(None, "Unix domain socket to listen on, instead of a port.")
+    api_server_count: int = option(
+        1,
+        "Processes that serve the API on one port. One is enough until its CPU core is fully used.",
+    )
     api_key: list[str] = option(
         [], "API keys. Clients must send one of them; default: no authentication."
     )
@@ -204,6 +209,11 @@ class ServerConfig:
             "max_connections", "max_stored_response_bytes", "max_stored_response_bytes_per_key",
             "max_stored_items", "max_tool_output_bytes", "max_tool_rounds", least=1,
         )  # fmt: skip
+        if not 1 <= self.api_server_count <= MAX_API_PROCESSES:
+            raise ConfigError(
+                f"api_server_count must be from 1 to {MAX_API_PROCESSES}, got "
+                f"{self.api_server_count}"
+            )
         require(
             self, "max_queued_requests", "shutdown_timeout", "max_engine_failures",
             "max_stored_responses", "stream_start_timeout_s", least=0,

@@ -158,7 +158,6 @@ NOT_SUPPORTED = {
     "io_processor_plugin": ForeignOption("leave it out"),
     "profiler_config": ForeignOption("use py-spy or torch.profiler around penstock bench"),
     "shutdown_mode": ForeignOption("use shutdown_timeout"),
-    "api_server_count": ForeignOption("one process serves the API", (1,)),
     "data_parallel_size_local": ForeignOption("use data_parallel_size", (1,)),
     "data_parallel_start_rank": ForeignOption("use data_parallel_size", (0,)),
     "data_parallel_address": ForeignOption("use data_parallel_size"),

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.config import EngineConfig, ServerConfig
-from penstock.engine.ledger import DeltaStream, Ledger
+from penstock.engine.client import ReplicaStatus
+from penstock.engine.ledger import DeltaSink, DeltaStream, Ledger
 from penstock.engine.messages import EngineInfo
 from penstock.engine.observer import Observer, RequestRecord
 from penstock.engine.replica_operations import ReplicaOperations
@@ -74,6 +75,25 @@ class AsyncEngineClient:
         return self._info
 
     @property
+    def config(self) -> EngineConfig:
+        """What the engines were loaded with."""
+        assert self.replicas.config is not None, "`load` comes first"
+        return self.replicas.config
+
+    @property
+    def num_requests(self) -> int:
+        """Unfinished requests."""
+        return len(self.records)
+
+    def num_requests_of(self, tenant: str) -> int:
+        """Unfinished requests of one tenant."""
+        return self.ledger.num_by_tenant[tenant]
+
+    def status(self) -> list[ReplicaStatus]:
+        """The replicas' states and loads, by index."""
+        return [item.status for _, item in sorted(self.replicas.members.items())]
+
+    @property
     def max_num_seqs(self) -> int:
         """Maximum number of requests that run at once, on all replicas together."""
         return self.replicas.max_num_seqs
@@ -103,11 +123,22 @@ class AsyncEngineClient:
         Requests wait here while no engine is running. `rank` names a replica, which is used if it
         takes requests now. Requests of one `session` go to the same replica if its load allows.
         """
-        if self.info is None or self.is_lost:
-            raise EngineDeadError("the engine is not running; nothing can be run on this server")
+        self._check_running()
         stream = self.ledger.open(requests, self.finish)
         self.replicas.add([request.request_id for request in requests], rank, session)
         return stream
+
+    def submit_to(
+        self, sink: DeltaSink, request: EngineRequest, rank: int | None, session: str | None
+    ) -> None:
+        """Submit a request whose deltas go to `sink`. Otherwise the same as `submit`."""
+        self._check_running()
+        self.ledger.add(request, sink)
+        self.replicas.add([request.request_id], rank, session)
+
+    def _check_running(self) -> None:
+        if self.info is None or self.is_lost:
+            raise EngineDeadError("the engine is not running; nothing can be run on this server")
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         """End requests early. Ids of finished requests are ignored."""

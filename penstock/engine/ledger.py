@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -18,6 +19,14 @@ from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.request import EngineRequest
 
 Finish = Callable[[Sequence[str], FinishReason], None]
+
+
+class DeltaSink(Protocol):
+    """Where the deltas of a request go."""
+
+    def push(self, delta: EngineDelta) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 class DeltaStream:
@@ -84,20 +93,24 @@ class Ledger:
         self.observers = list(observers)
         self.records: dict[str, RequestRecord] = {}  # in order of submission
         self.num_by_tenant = Counter[str]()  # unfinished requests
-        self._streams: dict[str, DeltaStream] = {}
+        self._sinks: dict[str, DeltaSink] = {}
         self._on_retire = on_retire
 
     def open(self, requests: Sequence[EngineRequest], finish: Finish) -> DeltaStream:
         """Add requests. Returns one stream with the deltas of all of them."""
         stream = DeltaStream([request.request_id for request in requests], finish)
         for request in requests:
-            record = RequestRecord(request, submitted_at=time.monotonic())
-            self.records[request.request_id] = record
-            self._streams[request.request_id] = stream
-            self.num_by_tenant[request.tenant] += 1
-            for observer in self.observers:
-                observer.on_submit(record)
+            self.add(request, stream)
         return stream
+
+    def add(self, request: EngineRequest, sink: DeltaSink) -> None:
+        """Add a request. Its deltas go to `sink`."""
+        record = RequestRecord(request, submitted_at=time.monotonic())
+        self.records[request.request_id] = record
+        self._sinks[request.request_id] = sink
+        self.num_by_tenant[request.tenant] += 1
+        for observer in self.observers:
+            observer.on_submit(record)
 
     def replay(self, request_id: str) -> EngineRequest:
         """Return the request to send, so that it continues after the tokens it already has."""
@@ -108,7 +121,7 @@ class Ledger:
         )
 
     def take(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
-        """Record a delta and push it to the request's stream."""
+        """Record a delta and push it to the request's sink."""
         if record.first_token_at is not None and record.num_engines > 1:
             # A replay may find its own prompt in the cache: the first count is the true one.
             delta = msgspec.structs.replace(delta, num_cached_tokens=record.num_cached_tokens)
@@ -117,10 +130,10 @@ class Ledger:
             self._take_tokens(record, delta, now)
         elif delta.payload is not None:
             record.prefill_s = delta.prefill_s
-        stream = self._streams[delta.request_id]
+        sink = self._sinks[delta.request_id]
         if delta.finish_reason is not None:
             self.retire(record, delta.finish_reason)
-        stream.push(delta)
+        sink.push(delta)
 
     def _take_tokens(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
         record.token_ids += delta.token_ids
@@ -133,7 +146,7 @@ class Ledger:
     def retire(self, record: RequestRecord, reason: FinishReason) -> None:
         """Remove a request that has ended."""
         del self.records[record.request_id]
-        del self._streams[record.request_id]
+        del self._sinks[record.request_id]
         self.num_by_tenant[record.request.tenant] -= 1
         record.finished_at, record.finish_reason = time.monotonic(), reason
         self._on_retire(record)
@@ -141,8 +154,8 @@ class Ledger:
             observer.on_finish(record)
 
     def fail(self, record: RequestRecord, error: Exception) -> None:
-        """End a request. Its stream raises `error`."""
-        self._streams[record.request_id].fail(error)
+        """End a request. Its sink gets `error`."""
+        self._sinks[record.request_id].fail(error)
         self.retire(record, FinishReason.ERROR)
 
     def fail_all(self, error: Exception) -> None:

@@ -41,6 +41,10 @@ class MetricsObserver(Observer):
     def on_restart(self, replica: int) -> None:
         self.metrics.counter("engine_restarts", engine=str(replica)).inc()
 
+    def on_api_restart(self) -> None:
+        """An API process replaces one that died."""
+        self.metrics.counter("api_process_restarts").inc()
+
     def on_gone(self, replica: int) -> None:
         self._engines.pop(replica, None)
         self.metrics.forget_engine(str(replica))

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Iterator
 
 from penstock.config import EngineConfig
-from penstock.engine.replicas import Replica, ReplicaSet, replica_config
+from penstock.engine.replica import Replica
+from penstock.engine.replicas import ReplicaSet, replica_config
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class ReplicaOperations:
                     await self._restart_all(changed, timeout_s, *before)
                     raise
             self._config, self._version = after
+            self._replicas.config = self._config
 
     async def _restart_all(
         self, indexes: Iterable[int], timeout_s: float, config: EngineConfig, version: int

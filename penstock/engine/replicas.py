@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.config.engine import RoutingPolicy
@@ -16,6 +16,7 @@ from penstock.engine.dispatch import Dispatch
 from penstock.engine.ledger import Ledger
 from penstock.engine.messages import EngineInfo
 from penstock.engine.observer import RequestRecord
+from penstock.engine.replica import Replica
 from penstock.engine.routing import Router
 from penstock.platforms.cores import threads_of_replica
 from penstock.protocol.delta import EngineDelta, FinishReason
@@ -25,42 +26,6 @@ from penstock.protocol.prefix import CacheUpdate
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_WAIT = 8  # checks per queue timeout for requests that wait here
-
-ReplicaState = Literal["starting", "serving", "quarantine", "restarting", "draining", "failed"]
-
-
-class Replica:
-    """A dispatch, and what the set knows about it."""
-
-    def __init__(self, dispatch: Dispatch, version: int = 0) -> None:
-        self.dispatch = dispatch
-        self.version = version  # of the model
-        self.is_draining = False  # takes no new requests
-        self.ends_version = False  # draining, and its successor has another version
-
-    @property
-    def index(self) -> int:
-        return self.dispatch.index
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.dispatch.running) + len(self.dispatch.suspects)
-
-    @property
-    def takes_requests(self) -> bool:
-        return not self.is_draining and self.dispatch.is_open
-
-    @property
-    def state(self) -> ReplicaState:
-        if self.dispatch.is_lost:
-            return "failed"
-        if self.dispatch.info is None:
-            return "starting"
-        if self.is_draining:
-            return "draining"
-        if not self.dispatch.is_healthy:
-            return "restarting"
-        return "serving" if self.dispatch.is_open else "quarantine"
 
 
 class ReplicaSet:

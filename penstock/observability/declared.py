@@ -225,6 +225,11 @@ OF_REQUESTS = (
 )
 OF_SERVER = (
     Declared(
+        "api_process_restarts",
+        "counter",
+        "Restarts of API processes that died (--api-server-count).",
+    ),
+    Declared(
         "requests_replayed",
         "counter",
         "Requests resumed on another engine, after a crash or to empty a replica.",

@@ -38,13 +38,13 @@ from penstock.server.openai import (
 )
 from penstock.server.operations import admin, metrics, replicas
 from penstock.server.operations.access_log import log_exchange
-from penstock.server.operations.http_metrics import HttpMetrics
 from penstock.server.operations.request_log import RequestLog
 from penstock.server.pooling import cohere, embeddings, scores
 from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
 from penstock.server.responses.runner import ResponseRunner
 from penstock.server.service import Service
+from penstock.server.shared import Shared
 
 ROUTERS = (
     chat.router,
@@ -67,7 +67,7 @@ ROUTERS = (
 )
 
 
-def build_app(service: Service) -> FastAPI:
+def build_app(service: Service, shared: Shared) -> FastAPI:
     """Build the ASGI app that serves `service`'s model."""
     config = service.server_config
     app = FastAPI(
@@ -81,9 +81,9 @@ def build_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    app.state.metrics = metrics.observe(service)
-    app.state.http_metrics = HttpMetrics()
-    app.state.responses = ResponseRunner(service)
+    app.state.metrics = shared.metrics
+    service.on_tool_turn = shared.on_tool_turn
+    app.state.responses = ResponseRunner(service, shared.store, shared.stop_elsewhere)
     for router in ROUTERS:
         app.include_router(router)
     if config.enable_tokenizer_info_endpoint:
@@ -114,7 +114,7 @@ def build_app(service: Service) -> FastAPI:
         allow_credentials=config.allow_credentials,
         expose_headers=["X-Request-Id"],
     )
-    observers: list[ExchangeObserver] = [app.state.http_metrics.on_exchange]
+    observers: list[ExchangeObserver] = [shared.on_exchange]
     if config.access_log:
         observers.append(log_exchange)
     if service.tracing is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import importlib
 import logging
@@ -12,7 +11,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,12 +21,11 @@ from penstock.config.lora_modules import AdapterPlaces, parse_lora_module
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.heap import return_large_blocks
 from penstock.engine.outputs import start_engine
-from penstock.protocol.errors import ConfigError, EngineDeadError
+from penstock.protocol.errors import ConfigError
 from penstock.server.http.sockets import listening_socket
+from penstock.server.serving import StopRequest, serve_http
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from penstock.server.adapters.registry import AdapterRegistry
     from penstock.server.service import Service
 
@@ -35,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOST_EXIT_CODE = 3  # the engine kept dying
-GRACE_S = 5.0  # for sending responses after the drain has ended
-CANCEL_S = 10  # after that, before uvicorn cancels handlers whose clients are gone
 
 
 async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
@@ -52,13 +48,14 @@ async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
         client = AsyncEngineClient(server_config)
         client.spawn(config)
         try:
-            service = await stop.unless_stopped(start(config, server_config, client))
-            if service is None:
-                return stop.exit_code
-            try:
-                return await _serve_http(service, listener, stop)
-            finally:
-                service.close()
+            if server_config.api_server_count > 1:
+                from penstock.server.processes.run import serve_in_processes
+
+                is_started = await serve_in_processes(config, server_config, client, listener, stop)
+            else:
+                is_started = await _serve_here(config, server_config, client, listener, stop)
+            is_lost = is_started and client.is_lost and not stop.is_urgent
+            return LOST_EXIT_CODE if is_lost else stop.exit_code
         finally:
             if stop.is_urgent:
                 client.kill()
@@ -147,98 +144,48 @@ def system_fingerprint(config: EngineConfig, model_fingerprint: str) -> str:
     return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
-async def _serve_http(service: Service, listener: socket.socket, stop: StopSignals) -> int:
-    import uvicorn
-
+async def _serve_here(
+    config: EngineConfig,
+    server_config: ServerConfig,
+    client: AsyncEngineClient,
+    listener: socket.socket,
+    stop: StopSignals,
+) -> bool:
+    """Serve in this process. Returns False if it is stopped before that."""
+    service = await stop.unless_stopped(start(config, server_config, client))
+    if service is None:
+        return False
     from penstock.server.app import build_app
-    from penstock.server.http.connections import ConnectionWatch, usable_connections
-    from penstock.server.http.protocols import MAX_HEAD_BYTES, protocol_class
+    from penstock.server.shared import shared_here
 
-    config = service.server_config
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # `StopSignals` handles them
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            announce(service, listener)
-
-    server = Server(
-        uvicorn.Config(
-            build_app(service),
-            http=protocol_class(usable_connections(config.max_connections)),
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            ws="none",
-            log_config=None,  # `setup_logging` has done it
-            log_level="warning",
-            access_log=False,  # ours has the request's id and duration
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_certfile=config.ssl_certfile,
-            ssl_ca_certs=config.ssl_ca_certs,
-            ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE_S) + CANCEL_S,
-        )
-    )
-    draining = asyncio.ensure_future(_drain(service, server, stop))
-    losing = asyncio.ensure_future(_end_when_lost(service, server))
-    watch = ConnectionWatch(config.request_read_timeout_s, config.slow_reader_timeout_s)
-    watching = asyncio.ensure_future(watch.run(server.server_state.connections))
+    app = build_app(service, shared_here(service, client))
+    telling = asyncio.ensure_future(tell_stop(client, server_config, stop))
     try:
-        await server.serve(sockets=[listener])
+        await serve_http(
+            *(service, app, stop, [listener]),
+            on_start=lambda _: announce(service.config, server_config, listener),
+        )
     finally:
-        draining.cancel()
-        losing.cancel()
-        watching.cancel()
-    is_lost = service.client.is_lost and not stop.is_urgent
-    return LOST_EXIT_CODE if is_lost else stop.exit_code
+        telling.cancel()
+        service.close()
+    return True
 
 
-async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) -> None:
-    """At the first signal, refuse new requests. At the second or a timeout, end the others.
-
-    Until then the server listens: a client that comes gets a 503, not a refused connection.
-    """
-    from penstock.server.http.connections import drop_all, end_arrivals
-
+async def tell_stop(client: AsyncEngineClient, config: ServerConfig, stop: StopRequest) -> None:
+    """Log what a shutdown waits for."""
     await stop.requested.wait()
-    timeout_s = service.server_config.shutdown_timeout
-    num_left = len(service.client.records)
-    logger.info("Shutting down; %d requests have %g s to finish", num_left, timeout_s)
-    service.is_draining = True
-    end_arrivals(server.server_state.connections)
-    if running := set(server.server_state.tasks):
-        done = asyncio.ensure_future(asyncio.wait(running))
-        urgent = asyncio.ensure_future(stop.urgent.wait())
-        await asyncio.wait({done, urgent}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        urgent.cancel()
-    server.should_exit = True
-    service.client.fail_all(EngineDeadError("the server is shutting down"))
-    if not stop.is_urgent:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(stop.urgent.wait(), GRACE_S)
-        drop_all(server.server_state.connections)  # clients that do not read
-    if stop.is_urgent:
-        server.force_exit = True
+    num, limit_s = client.num_requests, config.shutdown_timeout
+    logger.info("Shutting down; %d requests have %g s to finish", num, limit_s)
 
 
-async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
-    """End the server once the engine is gone for good. Its process manager may restart it."""
-    await service.client.wait_until_lost()
-    server.should_exit = True
-
-
-def announce(service: Service, listener: socket.socket) -> None:
+def announce(config: EngineConfig, server: ServerConfig, listener: socket.socket) -> None:
     """Print the server's URLs to standard output, if it is open."""
-    config, url = service.server_config, service.server_config.url
-    if config.uds is None:
-        url = url.replace(f":{config.port}", f":{listener.getsockname()[1]}", 1)
+    url = server.url
+    if server.uds is None:
+        url = url.replace(f":{server.port}", f":{listener.getsockname()[1]}", 1)
     try:
         print(
-            f"Penstock serves {', '.join(service.model_names)}\n"
+            f"Penstock serves {', '.join(config.model.names)}\n"
             f"  API   {url}/v1\n"
             f"  docs  {url}/docs\n"
             f"  page  {url}/",
@@ -249,7 +196,7 @@ def announce(service: Service, listener: socket.socket) -> None:
         logger.warning("Serving at %s; standard output cannot be written to: %s", url, error)
 
 
-class StopSignals:
+class StopSignals(StopRequest):
     """SIGTERM, SIGINT and SIGHUP: the first requests a shutdown, the second an immediate one.
 
     A closing terminal may send SIGHUP twice, so SIGHUP is never urgent. If SIGHUP is ignored
@@ -257,17 +204,12 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.requested = asyncio.Event()
-        self.urgent = asyncio.Event()
+        super().__init__()
         self._last = signal.SIGTERM
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
-
-    @property
-    def is_urgent(self) -> bool:
-        return self.urgent.is_set()
 
     @property
     def exit_code(self) -> int:

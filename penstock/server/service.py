@@ -16,7 +16,7 @@ import msgspec
 from penstock.config import EngineConfig, ServerConfig
 from penstock.confined.scope import JobScope
 from penstock.engine import messages
-from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.client import EngineClient
 from penstock.engine.ledger import DeltaStream
 from penstock.engine.outputs import outputs_of
 from penstock.protocol.delta import EngineDelta
@@ -30,7 +30,7 @@ from penstock.server.http.routing import RANK_HEADER, current_route
 from penstock.text.frontend import Frontend, PreparedRequest
 
 if TYPE_CHECKING:
-    from penstock.server.adapters.registry import AdapterRegistry
+    from penstock.server.adapters.registry import Adapters
     from penstock.server.operations.tracing import Tracing
     from penstock.server.responses.tool_servers import ToolServers
 
@@ -63,13 +63,15 @@ class Service:
         self,
         config: EngineConfig,
         server_config: ServerConfig,
-        client: AsyncEngineClient,
+        client: EngineClient,
         frontend: Frontend,
         tool_servers: ToolServers | None = None,
         fingerprint: str | None = None,
-        adapters: AdapterRegistry | None = None,
+        adapters: Adapters | None = None,
         tracing: Tracing | None = None,
+        engine_id_suffix: str = "",
     ) -> None:
+        """`engine_id_suffix` tells the engine's requests from those of other API processes."""
         self.config = config
         self.server_config = server_config
         self.client = client
@@ -88,6 +90,7 @@ class Service:
         # called, and the API.
         self.on_tool_turn: Callable[[bool, bool, str], None] = lambda *_: None
         self._numbers = itertools.count()
+        self._engine_id_suffix = engine_id_suffix
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
         self._slots = threading.Semaphore(NUM_TEXT_SLOTS)
         self._large_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="large")
@@ -179,9 +182,10 @@ class Service:
         """Refuse `num_new` completions if the queue is full. Each completion takes one place."""
         if self._is_fair:
             self._check_share(num_new)
-        if len(self.client.records) + num_new > (capacity := self._capacity):
+        num_now = self.client.num_requests
+        if num_now + num_new > (capacity := self._capacity):
             message = (
-                f"{len(self.client.records)} completions are running or queued and {num_new} more "
+                f"{num_now} completions are running or queued and {num_new} more "
                 f"would exceed the {capacity} that this server takes; try again later"
             )
             if not self.client.is_healthy:
@@ -201,7 +205,7 @@ class Service:
     def _check_share(self, num_new: int) -> None:
         """With fair scheduling, each API key gets an equal share of the queue."""
         tenant, share = tenant_label(), self.share
-        num_own = self.client.ledger.num_by_tenant[tenant]
+        num_own = self.client.num_requests_of(tenant)
         if num_own + num_new > share:
             raise Overloaded(
                 f"{num_own} completions of this API key are running or queued and {num_new} more "
@@ -226,7 +230,8 @@ class Service:
         if replica is None:
             return
         rank = self._check_rank(replica, "replica")
-        if (state := self.client.replicas.members[rank].state) != "serving":
+        (state,) = [item.state for item in self.client.status() if item.index == rank]
+        if state != "serving":
             raise EngineDeadError(f"replica {rank} takes no requests now: it is {state}")
 
     # -- running requests
@@ -265,7 +270,7 @@ class Service:
 
     def engine_id(self, request_id: str) -> str:
         """Make an id for the engine. It is unique even if clients repeat their ids."""
-        return f"{request_id}-{next(self._numbers)}"
+        return f"{request_id}-{next(self._numbers)}{self._engine_id_suffix}"
 
     def outputs(
         self, requests: Sequence[PreparedRequest], timeout_s: float | None = None
@@ -351,10 +356,10 @@ class Service:
         )
 
     def _check_rank(self, sent: str, field: str = RANK_HEADER) -> int:
-        ranks = self.client.replicas.members
+        ranks = [item.index for item in self.client.status()]
         rank = int(sent) if sent.isascii() and sent.isdigit() and len(sent) < 6 else -1
         if rank not in ranks:
-            there_are = ", ".join(map(str, sorted(ranks)))
+            there_are = ", ".join(map(str, ranks))
             raise InputError(f"there is no replica {sent!r:.20} here, only {there_are}", field)
         return rank
 

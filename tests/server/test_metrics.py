@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.metrics_observer import MetricsObserver
 from penstock.engine.observer import RequestRecord
@@ -37,9 +37,9 @@ from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.stats import AdapterStats, SchedulerStats
-from penstock.server.operations.http_metrics import HttpMetrics
-from penstock.server.operations.metrics import observe, router
+from penstock.server.operations.metrics import ServerMetrics, router
 from penstock.server.operations.throughput import ThroughputLog
+from penstock.server.responses.store import memory_store
 
 ROOT = Path(__file__).parents[2]
 INFO = EngineInfo(
@@ -358,13 +358,15 @@ def test_the_names_of_running_and_waiting_adapters_are_labels() -> None:
 def test_gauges_are_zero_while_the_engine_is_gone() -> None:
     app = FastAPI()
     app.include_router(router)
-    app.state.service = SimpleNamespace(
-        client=SimpleNamespace(replicas=SimpleNamespace(running=[]))
-    )
-    app.state.metrics = MetricsObserver(EngineConfig(), "m")
-    app.state.http_metrics = HttpMetrics()
-    app.state.responses = SimpleNamespace(store=SimpleNamespace(num_entries=0, num_bytes=0))
-    app.state.metrics.on_stats(0, stats(num_running=3, num_preemptions=2, kv_cache_usage=0.5))
+    replicas = SimpleNamespace(running=[], infos={})
+    client: Any = SimpleNamespace(replicas=replicas, observers=[])
+    metrics = ServerMetrics(EngineConfig(), client, memory_store(ServerConfig()))
+    metrics.observer.on_stats(0, stats(num_running=3, num_preemptions=2, kv_cache_usage=0.5))
+
+    async def as_text() -> bytes:
+        return metrics.render()
+
+    app.state.metrics = as_text
     samples = parse(TestClient(app).get("/metrics").text)
     assert samples["num_requests_running"] == samples["kv_cache_usage_perc"] == 0
     assert samples["num_preemptions_total"] == 2
@@ -465,8 +467,8 @@ def test_the_throughput_log_counts_what_is_pooled(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("is_off", [False, True])
 def test_the_throughput_log_can_be_turned_off(is_off: bool) -> None:
     config = EngineConfig.from_options({"disable_log_stats": is_off})
-    client = SimpleNamespace(replicas=SimpleNamespace(infos={0: INFO}), observers=[])
-    observe(SimpleNamespace(config=config, client=client, model_names=["m"]))  # type: ignore[arg-type]
+    client: Any = SimpleNamespace(replicas=SimpleNamespace(infos={0: INFO}), observers=[])
+    ServerMetrics(config, client, memory_store(ServerConfig()))
     assert [type(item) for item in client.observers] == [
         MetricsObserver,
         *([] if is_off else [ThroughputLog]),

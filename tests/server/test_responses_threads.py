@@ -18,7 +18,7 @@ from penstock.server.http.middleware import BodyLimit, RequestContext
 from penstock.server.responses import conversations, routes
 from penstock.server.responses.items import Item
 from penstock.server.responses.runner import History, OwnedRun, ResponseRunner
-from penstock.server.responses.store import MemoryStore, StoredItems, StoreLimits
+from penstock.server.responses.store import MemoryStore, StoredItems, StoreLimits, memory_store
 from penstock.server.service import LARGE_BODY_BYTES, Service, current_body_bytes
 
 LARGE_TEXT = "x" * LARGE_BODY_BYTES
@@ -28,7 +28,7 @@ LARGE_TEXT = "x" * LARGE_BODY_BYTES
 def runner() -> Iterator[ResponseRunner]:
     nothing: Any = None  # neither engine nor tokenizer is asked
     service = Service(EngineConfig(), ServerConfig(), nothing, nothing)
-    yield ResponseRunner(service)
+    yield ResponseRunner(service, memory_store(service.server_config))
     service.close()
 
 

@@ -39,7 +39,7 @@ METHODS: dict[Any, dict[str, str]] = {
         "handle_websocket_upgrade": "server/http/httptools_protocol.py",
         "connection_made": "server/http/protocols.py",
     },
-    uvicorn.Server: {"capture_signals": "server/run.py", "startup": "server/run.py"},
+    uvicorn.Server: {"capture_signals": "server/serving.py", "startup": "server/serving.py"},
 }
 ATTRIBUTES = {  # of a protocol
     "transport": "server/http/connections.py",
@@ -92,7 +92,7 @@ def test_attributes_that_are_read_are_there(protocol: Any) -> None:
     for name, needed_by in ATTRIBUTES.items():
         assert hasattr(made, name), f"{protocol.__name__}.{name} is gone: {needed_by}; {REMEDY}"
     for name in SERVER_ATTRIBUTES:
-        assert hasattr(server, name), f"Server.{name} is gone: server/run.py; {REMEDY}"
+        assert hasattr(server, name), f"Server.{name} is gone: server/serving.py; {REMEDY}"
     assert made.connections is server.server_state.connections, REMEDY
     assert made.tasks is server.server_state.tasks, f"server/run.py waits for them; {REMEDY}"
 

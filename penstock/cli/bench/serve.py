@@ -15,8 +15,8 @@ import penstock
 from penstock.cli.bench.common import write_report
 from penstock.cli.bench.prompts import PromptSet, pick_models, prompts_from_args
 from penstock.cli.bench.serve_flags import SAMPLING_FIELDS, add_arguments
-from penstock.cli.serve import run_in_event_loop
 from penstock.protocol.errors import ConfigError
+from penstock.server.serving import run_in_event_loop
 
 if TYPE_CHECKING:
     from penstock.cli.bench.http import HttpClient

@@ -53,6 +53,33 @@ class AdapterEngine(Protocol):
         """End the requests that run with this adapter."""
 
 
+class Adapters(Protocol):
+    """The adapters as the server's requests see them. See `AdapterRegistry`."""
+
+    @property
+    def versions(self) -> list[AdapterVersion]: ...
+
+    def find(self, name: str) -> AdapterVersion | None: ...
+
+    async def hold(self, name: str) -> bool: ...
+
+    async def load(self, module: LoRAModule, *, replace: bool, pin: bool) -> AdapterVersion: ...
+
+    async def unload(self, name: str, *, end_requests: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AdapterListener(Protocol):
+    """Follows which versions there are."""
+
+    def on_load(self, version: AdapterVersion) -> None:
+        """Its name stands for this version from now on."""
+
+    def on_retire(self, version: AdapterVersion, ends_requests: bool) -> None:
+        """Its name does not. With `ends_requests`, requests that use it end."""
+
+
 class AdapterRegistry(Observer):
     """Use it from one event loop. `base_names` are the names of the base model.
 
@@ -68,6 +95,7 @@ class AdapterRegistry(Observer):
         num_host: int = 1,
         find: Callable[[str, str], Adapter] = find_adapter,  # by name and path
     ) -> None:
+        self.listeners: list[AdapterListener] = []
         self._engine = engine
         self._base_names = base_names
         self._resolver = resolver
@@ -106,16 +134,22 @@ class AdapterRegistry(Observer):
         A name that is not loaded is looked up by the resolvers. Raises their `InputError` for an
         adapter that is broken.
         """
-        version = self._versions.get(name) or await self._resolve(name)
+        version = self._versions.get(name) or await self.resolve(name)
         if version is None:
             return False
-        version.last_used = next(self._uses)
+        self.use(name)
         hold = current_hold.get()
         assert hold is not None, "AdapterHolds is missing from the app"
         hold.take(version)
         return True
 
-    async def _resolve(self, name: str) -> AdapterVersion | None:
+    def use(self, name: str) -> None:
+        """A request uses the adapter of this name, if there is one."""
+        if name in self._versions:
+            self._versions[name].last_used = next(self._uses)
+
+    async def resolve(self, name: str) -> AdapterVersion | None:
+        """Look a name up. Returns None if nothing is there, and raises as `hold` does."""
         if not str(self._resolver) or why_bad_name(name) is not None:
             return None
         async with self._locked(name):
@@ -212,6 +246,8 @@ class AdapterRegistry(Observer):
         )
         before = self._versions.pop(module.name, None)
         self._versions[module.name] = version
+        for listener in self.listeners:
+            listener.on_load(version)
         self._failures.pop(module.name, None)
         if before is not None:
             self._retire(before)
@@ -231,6 +267,7 @@ class AdapterRegistry(Observer):
         ending = [item for item in self._retiring if item.name == name]
         for item in ending if end_requests else ():
             item.was_unloaded = True
+            self._tell_retired(item)
             self._engine.end_requests(item.adapter, was_unloaded(name))
         await asyncio.wait([self._retiring[item] for item in ending])
         logger.info("Unloaded adapter %r", name)
@@ -244,6 +281,11 @@ class AdapterRegistry(Observer):
             await self._drop(version.adapter.digest)
 
         self._retiring[version] = asyncio.ensure_future(wait_and_drop())
+        self._tell_retired(version)
+
+    def _tell_retired(self, version: AdapterVersion) -> None:
+        for listener in self.listeners:
+            listener.on_retire(version, version.was_unloaded)
 
     async def _drop(self, digest: str) -> None:
         """Drop an adapter from the engine, unless another name or request uses its content."""

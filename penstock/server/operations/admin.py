@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 import penstock
-from penstock.engine.replicas import Replica, ReplicaState
+from penstock.engine.client import ReplicaState, ReplicaStatus
 from penstock.server.http.errors import describe_errors
 from penstock.server.service import Service
 
@@ -90,10 +90,10 @@ async def load(request: Request) -> ServerLoad:
     KV cache usage is the mean of the replicas'.
     """
     service: Service = request.app.state.service
-    replicas = [load_of(item) for item in service.client.replicas.members.values()]
+    replicas = [load_of(item) for item in service.client.status()]
     usages = [item.kv_cache_usage for item in replicas]
     return ServerLoad(
-        server_load=len(service.client.records),
+        server_load=service.client.num_requests,
         num_requests_running=sum(item.num_requests_running for item in replicas),
         num_requests_waiting=sum(item.num_requests_waiting for item in replicas),
         kv_cache_usage=sum(usages) / len(usages),
@@ -101,11 +101,12 @@ async def load(request: Request) -> ServerLoad:
     )
 
 
-def load_of(replica: Replica) -> ReplicaLoad:
-    known = ReplicaLoad(engine=replica.index, state=replica.state, server_load=replica.num_requests)
-    stats = replica.dispatch.stats
-    if stats is not None:
-        known.num_requests_running = stats.scheduler.num_running
-        known.num_requests_waiting = stats.scheduler.num_waiting
-        known.kv_cache_usage = stats.scheduler.kv_cache_usage
-    return known
+def load_of(replica: ReplicaStatus) -> ReplicaLoad:
+    return ReplicaLoad(
+        engine=replica.index,
+        state=replica.state,
+        server_load=replica.num_requests,
+        num_requests_running=replica.num_running,
+        num_requests_waiting=replica.num_waiting,
+        kv_cache_usage=replica.kv_cache_usage,
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from dataclasses import dataclass
 
 from penstock.config import EngineConfig
-from penstock.loading.source import ModelSource
 from penstock.media.frontend import MediaFrontend
 from penstock.protocol.errors import InputError
 from penstock.server.run import system_fingerprint
@@ -22,22 +22,33 @@ async def roll_to(service: Service, model: str, timeout_s: float) -> None:
     `InputError` for another one, and the engine's error if the model cannot be loaded. Then
     everything is as before.
     """
-    now = service.client.replicas.config
-    assert now is not None
+    now = service.client.config
     asked = dataclasses.replace(now, model=dataclasses.replace(now.model, model=model))
-    config, frontend, source = await asyncio.to_thread(_find, asked, service.frontend)
+    version = await asyncio.to_thread(find_version, asked, service.frontend)
     shown, service.fingerprint = service.fingerprint, None  # two versions are served meanwhile
     try:
-        await service.client.operations.rolling_restart(timeout_s, config)
+        await service.client.operations.rolling_restart(timeout_s, version.config)
     except BaseException:
         service.fingerprint = shown
         raise
-    service.client.replicas.config = config
-    service.frontend = frontend
-    service.fingerprint = system_fingerprint(config, source.fingerprint)
+    version.show(service)
 
 
-def _find(asked: EngineConfig, present: Frontend) -> tuple[EngineConfig, Frontend, ModelSource]:
+@dataclass(frozen=True)
+class Version:
+    """A version of the model that is served."""
+
+    config: EngineConfig
+    frontend: Frontend
+    fingerprint: str
+
+    def show(self, service: Service) -> None:
+        """It is the only one."""
+        service.frontend, service.fingerprint = self.frontend, self.fingerprint
+
+
+def find_version(asked: EngineConfig, present: Frontend) -> Version:
+    """Find a version with the same tokenizer as the present one. Raises `InputError`."""
     from penstock.loading.speculators import find_model
 
     config, source = find_model(asked)
@@ -60,4 +71,4 @@ def _find(asked: EngineConfig, present: Frontend) -> tuple[EngineConfig, Fronten
     frontend.pool, frontend.pooling = present.pool, present.pooling
     if present.media is not None:
         frontend.media = MediaFrontend(config.media, source)
-    return config, frontend, source
+    return Version(config, frontend, system_fingerprint(config, source.fingerprint))

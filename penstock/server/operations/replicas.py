@@ -89,8 +89,7 @@ async def rolling_restart(body: RollingRestartRequest, request: Request) -> Repl
 
 
 def _list(service: Service) -> ReplicaList:
-    members = service.client.replicas.members
-    return ReplicaList(replicas=[load_of(members[index]) for index in sorted(members)])
+    return ReplicaList(replicas=[load_of(item) for item in service.client.status()])
 
 
 async def _after(request: Request, work: Callable[[Service], Awaitable[object]]) -> ReplicaList:

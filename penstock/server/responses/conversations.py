@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +38,6 @@ class Conversations:
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
-        self._changing = asyncio.Lock()
 
     async def create(
         self, owner: str, metadata: dict[str, str], items: StoredItems
@@ -65,7 +63,7 @@ class Conversations:
         change: Callable[[StoredConversation], StoredConversation],
     ) -> StoredConversation:
         """Apply a change and return the result. Raises NotFound, or InputError if too large."""
-        async with self._changing:
+        async with self._store.changing():
             changed = change(await self.find(owner, conversation_id))
             await self._put(owner, changed)
             return changed
@@ -83,7 +81,7 @@ class Conversations:
         return added
 
     async def delete(self, owner: str, conversation_id: str) -> None:
-        async with self._changing:
+        async with self._store.changing():
             await self.find(owner, conversation_id)
             await self._store.delete(owner, conversation_id)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
 from penstock.conversation.prepare import render_turn
@@ -25,11 +25,9 @@ from penstock.server.responses.items import input_items
 from penstock.server.responses.protocol import ResponseRequest
 from penstock.server.responses.run import ResponseJob, ResponseRun, encode, is_open
 from penstock.server.responses.store import (
-    MemoryStore,
     ResponseStore,
     StoredItems,
     StoredResponse,
-    StoreLimits,
 )
 from penstock.server.responses.tool_servers import ToolServers
 from penstock.server.service import Service, current_body_bytes
@@ -51,10 +49,17 @@ class ResponseRunner:
     Without API keys, all requests have the same owner.
     """
 
-    def __init__(self, service: Service, store: ResponseStore | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        store: ResponseStore,
+        stop_elsewhere: Callable[[str, str], Awaitable[None]] | None = None,
+    ) -> None:
+        """`stop_elsewhere` cancels what another API process runs, if there are others."""
         self.service = service
         self._tool_servers = service.tool_servers or ToolServers([], 0, 0)
-        self.store = store or _memory_store(service)
+        self.store = store
+        self._stop_elsewhere = stop_elsewhere
         self.conversations = Conversations(self.store)
         self._background: dict[tuple[str, str], tuple[OwnedRun, asyncio.Task[None]]] = {}
 
@@ -174,6 +179,13 @@ class ResponseRunner:
 
     async def stop(self, owner: str, response_id: str) -> None:
         """Cancel a response if it runs in the background."""
+        if (owner, response_id) in self._background:
+            await self.stop_here(owner, response_id)
+        elif self._stop_elsewhere is not None:
+            await self._stop_elsewhere(owner, response_id)
+
+    async def stop_here(self, owner: str, response_id: str) -> None:
+        """Cancel a response if it runs in the background of this process."""
         owned, task = self._background.get((owner, response_id), (None, None))
         if owned is None or task is None:
             return
@@ -255,17 +267,3 @@ class OwnedRun:
             except InputError as error:  # the answer made it too large; the response is still sent
                 logger.warning("Response %s is not in its conversation: %s", self.run.id, error)
         return await self.save()
-
-
-def _memory_store(service: Service) -> MemoryStore:
-    config = service.server_config
-    has_keys = bool(config.api_key or config.admin_api_key)
-    most = config.max_stored_response_bytes
-    return MemoryStore(
-        StoreLimits(
-            max_entries=config.max_stored_responses,
-            max_bytes=most,
-            max_bytes_per_owner=config.max_stored_response_bytes_per_key if has_keys else most,
-            max_items=config.max_stored_items,
-        )
-    )

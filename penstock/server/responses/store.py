@@ -5,16 +5,19 @@ Items are stored as JSON. A page of items is sliced and joined without parsing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol
 
 from fastapi import Query
 
+from penstock.config import ServerConfig
 from penstock.protocol.errors import InputError
 from penstock.server.responses.items import Item, new_item_id
 
@@ -180,6 +183,9 @@ class ResponseStore(Protocol):
     async def delete(self, owner: str, stored_id: str) -> bool:
         """Delete an entry. Returns whether it existed."""
 
+    def changing(self) -> AbstractAsyncContextManager[None]:
+        """Within it, nobody else changes an entry that exists."""
+
 
 @dataclass(frozen=True)
 class StoreLimits:
@@ -209,6 +215,7 @@ class MemoryStore(ResponseStore):
     def __init__(self, limits: StoreLimits) -> None:
         self._limits = limits
         self._shelves: dict[str, _Shelf] = {}
+        self._changing = asyncio.Lock()
         self.num_entries = 0
         self.num_bytes = 0
 
@@ -255,6 +262,9 @@ class MemoryStore(ResponseStore):
     async def delete(self, owner: str, stored_id: str) -> bool:
         return self._drop(owner, stored_id)
 
+    def changing(self) -> asyncio.Lock:
+        return self._changing
+
     def _heaviest(self, owner: str, size: int, weigh: Callable[[_Shelf], int]) -> str:
         """The owner with the most if `owner` had `size` more. `owner` itself wins a tie."""
 
@@ -278,3 +288,17 @@ class MemoryStore(ResponseStore):
         if not shelf.entries:
             del self._shelves[owner]
         return True
+
+
+def memory_store(config: ServerConfig) -> MemoryStore:
+    """A store with the limits of the options."""
+    has_keys = bool(config.api_key or config.admin_api_key)
+    most = config.max_stored_response_bytes
+    return MemoryStore(
+        StoreLimits(
+            max_entries=config.max_stored_responses,
+            max_bytes=most,
+            max_bytes_per_owner=config.max_stored_response_bytes_per_key if has_keys else most,
+            max_items=config.max_stored_items,
+        )
+    )
