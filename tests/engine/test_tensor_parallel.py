@@ -53,6 +53,12 @@ def test_two_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
     assert run(model, ranks=2, async_scheduling=True) == expected
 
 
+@pytest.mark.slow
+def test_four_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama_tied_biased", vocab_size=251, num_key_value_heads=2)
+    assert run(model, ranks=4) == run(model, ranks=1)
+
+
 def executor_of(llm: LLM) -> MultiProcessExecutor:
     executor = llm.engine.executor
     assert isinstance(executor, MultiProcessExecutor)
