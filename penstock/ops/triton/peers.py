@@ -12,6 +12,8 @@ another rank in call n + 1 knows that this rank has read call n. So call n + 2 m
 from __future__ import annotations
 
 import logging
+import uuid
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 logger = logging.getLogger(__name__)
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PIECE_BYTES = 4096  # that a program exchanges
 MOST_BYTES = 8 << 20
 SHARED_GPU_BYTES = 32 << 20  # of ranks that share a GPU, where NCCL does not run
@@ -86,6 +89,8 @@ def open_peers(
 ) -> PeerMemory | None:
     """Buffers that all ranks of the group can read; None if their GPUs cannot."""
     rank, size = group.rank(), group.size()
+    if not _is_one_machine(group):
+        return None
     max_bytes = max_bytes or max_bytes_of(size)
     memory, buffer = None, None
     try:
@@ -103,6 +108,14 @@ def open_peers(
     agreed = torch.tensor([memory is not None], dtype=torch.int32)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)  # also waits until all have zeros
     return memory if agreed.item() else None
+
+
+def _is_one_machine(group: ProcessGroup) -> bool:
+    number = uuid.UUID(BOOT_ID.read_text().strip()).int >> 65  # 63 bits
+    own = torch.tensor([number])
+    numbers = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(numbers, own, group=group)
+    return all(torch.equal(other, own) for other in numbers)
 
 
 class PeerMemory:
