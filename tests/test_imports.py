@@ -45,6 +45,7 @@ def test_importing_penstock_imports_nothing_heavy() -> None:
         ["bench", "serve", "--help"],
         ["bench", "compare", "--help"],
         ["bench", "sweep", "--help"],
+        ["bench", "attention", "--help"],
         ["run-batch", "--help"],
         ["merge", "--help"],
         ["plan", "--help"],

@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "collect-env": Command("Print versions and hardware, for bug reports."),
 }
-BENCH_HELP = "Measure throughput, latency, startup or a server."
+BENCH_HELP = "Measure throughput, latency, startup, a server or a kernel."
 BENCHMARKS = {
     "throughput": Command(
         "Measure tokens per second, or with a pooling model texts per second, with all requests "
@@ -76,6 +76,10 @@ BENCHMARKS = {
         "Run bench serve over rates and options, plot latency against throughput, and mark the "
         "Pareto front. A second run into the same folder resumes the first.",
         "-o DIR --vary NAME=V1,V2 -- FLAGS",
+    ),
+    "attention": Command(
+        "Measure the attention kernel of this device on batches such as 8q1s2k,q2k.",
+        "BATCH [BATCH ...]",
     ),
     "compare": Command("Compare two reports that --json wrote.", "A.json B.json"),
 }
