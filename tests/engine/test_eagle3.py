@@ -161,7 +161,7 @@ def test_a_shorter_context_than_the_targets_is_extended_with_a_line(
 ) -> None:
     """The head's config.json says 16 positions."""
     lines: list[str] = []
-    logger = logging.getLogger("penstock.runner.drafters.head")
+    logger = logging.getLogger("penstock.runner.drafters.eagle_head")
     monkeypatch.setattr(logger, "info", lambda text, *args: lines.append(text % args))
     config = {"method": "eagle3", "model": str(head[0])}
     with open_llm(tiny_llama, speculative_config=config, max_model_len=128):
