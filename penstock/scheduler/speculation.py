@@ -22,7 +22,8 @@ DECAY = 0.99  # of a request's counts, per verified step
 HOST_DECAY = 0.9  # where requests have drafts now and then: those hold in bursts
 SPEED_DECAY = 0.95  # of the tokens and the seconds of decode steps, per step
 AVERAGE_DECAY = 0.995  # of the counts of all requests, per verified proposal
-PRIOR_WEIGHT = 4.0  # drafts that the engine's average counts for in a request's rate
+PRIOR_WEIGHT = 8.0  # drafts that the engine's average counts for in a request's rate
+HOST_PRIOR_WEIGHT = 4.0  # the same, with HOST_DECAY
 FIRST_RATE = 0.7  # assumed share of drafts that hold, before any was verified
 MAX_SAMPLED = 32  # requests whose rates the choice of K looks at
 LEAST_GAIN = 1.03  # in tokens per second, for which drafts are proposed at all
@@ -62,6 +63,7 @@ class Speculation:
         self._costs = StepCosts(*(() if self._is_uniform else (HOST_PROMPT_ROWS,)))
         self._plain_drafts = 0 if self._is_uniform else limits.num_drafts
         self._decay = DECAY if self._is_uniform else HOST_DECAY
+        self._prior_weight = PRIOR_WEIGHT if self._is_uniform else HOST_PRIOR_WEIGHT
         # The drafter itself leaves out drafts that do not pay, if it is told what pays.
         self._leaves_choice = limits.drafts_have_chances and not self._is_uniform
         self._num_tokens = self._num_seconds = 0.0  # of recent decode steps, decayed
@@ -166,8 +168,8 @@ class Speculation:
 
     def _rate_of(self, state: RequestState) -> float:
         """The probability that the request's next draft holds."""
-        prior = self._held / self._tried
-        return (state.drafts_held + prior * PRIOR_WEIGHT) / (state.drafts_tried + PRIOR_WEIGHT)
+        prior, weight = self._held / self._tried, self._prior_weight
+        return (state.drafts_held + prior * weight) / (state.drafts_tried + weight)
 
     def _choose(self, num_running: int, running: RunningRequests) -> None:
         """Choose K: the number of drafts per request with the most tokens per second."""
