@@ -42,6 +42,7 @@ class Variant(NamedTuple):
     image_token: str = "<|image_pad|>"
     special: tuple[str, ...] = ()  # further tokens
     outer: dict[str, Any] = {}  # further settings of config.json
+    own: dict[str, Any] = {}  # settings of processor_config.json
 
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -50,7 +51,97 @@ QWEN_PROCESSOR = {
     "temporal_patch_size": 2, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
 }  # fmt: skip
 
+VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+TILES = (
+    "<fake_token_around_image>",
+    "<image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+IDEFICS_PROCESSOR = {
+    "size": {"longest_edge": 224},
+    "max_image_size": {"longest_edge": 56},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+IDEFICS_VISION = {**VIT, "image_size": 56, "patch_size": 14}
+
 VARIANTS: dict[str, Variant] = {
+    "llava": Variant(
+        "LlavaForConditionalGeneration",
+        {"model_type": "llama"},
+        {
+            **VIT,
+            "model_type": "clip_vision_model",
+            "image_size": 56,
+            "patch_size": 14,
+            "projection_dim": 16,
+        },
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "processor_class": "LlavaProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "image_mean": [0.48, 0.46, 0.41],
+            "image_std": [0.27, 0.26, 0.28],
+        },
+        image="<image>",
+        special=("<image>",),
+        outer={"image_token_index": "<image>"},
+        own={
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "idefics3": Variant(
+        "Idefics3ForConditionalGeneration",
+        {"model_type": "llama"},
+        IDEFICS_VISION,
+        {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "processor_class": "Idefics3Processor",
+            **IDEFICS_PROCESSOR,
+        },
+        image="<image>",
+        special=TILES,
+        outer={"image_token_id": "<image>", "scale_factor": 2, "pad_token_id": 2},
+        own={"image_seq_len": 4},
+    ),
+    "smolvlm": Variant(
+        "SmolVLMForConditionalGeneration",
+        {"model_type": "llama"},
+        IDEFICS_VISION,
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "processor_class": "SmolVLMProcessor",
+            **IDEFICS_PROCESSOR,
+        },
+        image="<image>",
+        special=TILES,
+        outer={"image_token_id": "<image>", "scale_factor": 2, "pad_token_id": 2},
+        own={"image_seq_len": 4},
+    ),
+    "qwen3_vl": Variant(
+        "Qwen3VLForConditionalGeneration",
+        {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        {
+            "depth": 3,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "patch_size": 14,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen3VLProcessor",
+            **QWEN_PROCESSOR,
+        },
+    ),
     "qwen2_vl": Variant(
         "Qwen2VLForConditionalGeneration",
         {"rope_parameters": MROPE},
@@ -133,6 +224,8 @@ def make_vision_checkpoint(folder: Path, name: str) -> Path:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(variant.processor))
+    if variant.own:
+        (folder / "processor_config.json").write_text(json.dumps(variant.own))
     return folder
 
 
@@ -153,6 +246,7 @@ class Reference:
         self.variant = VARIANTS[name]
         model_class = getattr(transformers, self.variant.model)
         self.model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None  # all tokens that are asked for
         self.processor = load_processor(str(folder))
 
     @torch.inference_mode()
@@ -161,9 +255,9 @@ class Reference:
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens and the greedy ones after it."""
         inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
-        output = self.model.generate(
-            **inputs, max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False
-        )[0].tolist()
+        output = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[
+            0
+        ].tolist()
         num_prompt = inputs["input_ids"].shape[1]
         return output[:num_prompt], output[num_prompt:]
 

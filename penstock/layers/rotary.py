@@ -114,7 +114,7 @@ class MRotary(Rotary):
         if parameters.get("mrope_interleaved"):  # time, height, width, time, ... as far as they go
             order = [0] * half
             for axis in (1, 2):
-                for index in range(axis, 3 * sections[axis], 3):
+                for index in range(axis, min(3 * sections[axis], half), 3):
                     order[index] = axis
         at = self.table.device
         self.axes = torch.tensor(order, device=at)  # [rotary_dim / 2]: which position counts

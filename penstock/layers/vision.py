@@ -49,15 +49,14 @@ class Segments:
 
 
 class Table(nn.Module):
-    """One tensor of a checkpoint, such as learned position embeddings: ``weight`` by default."""
+    """A tensor such as learned position embeddings."""
 
-    def __init__(self, build: Build, *shape: int, name: str = "weight") -> None:
+    def __init__(self, build: Build, *shape: int) -> None:
         super().__init__()
-        self.name = name
         self.weight = build.empty(*shape)
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        return {(self.name, ""): tuple(self.weight.shape)}
+        return {("weight", ""): tuple(self.weight.shape)}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         assert not isinstance(tensor, BlockTensor), "not a matrix of a linear layer"

@@ -9,6 +9,11 @@ from penstock.protocol.errors import ModelError
 
 # By model_type: defaults of the text model's settings.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llava": {},
+    "idefics3": {"model_type": "llama"},
+    "smolvlm": {"model_type": "llama"},
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {},
     "qwen2_vl": {"model_type": "qwen2_vl_text"},
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_text"},
     "gemma3": {

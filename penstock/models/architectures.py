@@ -212,6 +212,10 @@ ENCODERS: dict[str, Architecture] = {
 
 # Models that take images. `parity` names checkpoints of tests/tiny_vision.py.
 VISION: dict[str, Architecture] = {
+    **_own("LlavaForConditionalGeneration", "llava", "LLaVA 1.5", ("llava",)),
+    **_own("Idefics3ForConditionalGeneration", "idefics3", "Idefics 3", ("idefics3",)),
+    **_own("SmolVLMForConditionalGeneration", "idefics3", "SmolVLM, SmolVLM 2", ("smolvlm",)),
+    **_own("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3-VL (dense)", ("qwen3_vl",)),
     **_own("Qwen2VLForConditionalGeneration", "qwen2_vl", "Qwen2-VL, QVQ", ("qwen2_vl",)),
     **_own("Qwen2_5_VLForConditionalGeneration", "qwen2_vl", "Qwen2.5-VL", ("qwen2_5_vl",)),
 }

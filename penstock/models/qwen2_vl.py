@@ -133,6 +133,7 @@ class QwenTower(VisionTower):
     """The tower of Qwen2-VL. Images keep their size, and each frame attends to itself."""
 
     hidden_size_key: ClassVar[str] = "embed_dim"
+    kernel_bias: ClassVar[bool] = False
 
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
@@ -148,10 +149,14 @@ class QwenTower(VisionTower):
         patch = read_int(raw, "patch_size", 14)
         channels = read_int(raw, "in_channels", read_int(raw, "in_chans", 3))
         kernel = (channels, read_int(raw, "temporal_patch_size", 2), patch, patch)
-        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(build, size, kernel)})
+        proj = PatchEmbedding(build, size, kernel, self.kernel_bias)
+        self.patch_embed = nn.ModuleDict({"proj": proj})
         depth = read_int(raw, "depth")
         self.blocks = nn.ModuleList([self.block(index) for index in range(depth)])
-        self.merger = PatchMerger(build, self.norm(), size, self.merge, hidden_size)
+        self.merger = self.make_merger(hidden_size)
+
+    def make_merger(self, hidden_size: int) -> nn.Module:
+        return PatchMerger(self.build, self.norm(), self.size, self.merge, hidden_size)
 
     def norm(self) -> Norm:
         return LayerNorm(self.build, self.size, EPS, bias=True)

@@ -37,6 +37,8 @@ class MediaInputs:
 class VisionTower(nn.Module):
     """A vision encoder and its projection to the language model's embeddings."""
 
+    unread: tuple[str, ...] = ()  # regular expressions of its tensors that are not loaded
+
     def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         """The rows of each item's placeholders: [num_rows, media_width]."""
         raise NotImplementedError
@@ -48,7 +50,7 @@ class VisionModel:
     media_width: int  # of a row; the hidden size, times more if later layers get rows, too
     uses_mrope: ClassVar[bool] = False  # positions have three parts: time, height, width
     tower_prefix: ClassVar[str]  # the tower's attribute, and its name in checkpoints
-    num_levels: ClassVar[int] = 1  # media_width in hidden sizes
+    num_levels: int = 1  # media_width in hidden sizes
 
     def encode_media(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         tower: VisionTower = getattr(self, self.tower_prefix)
@@ -66,13 +68,15 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
     """
     assert isinstance(model, VisionModel)
     prefix = model.tower_prefix
-    if not build.takes_media:
-        unread = rf"^{prefix}\."
-        model.weights = replace(model.weights, ignored=(*model.weights.ignored, unread))
-        return
-    one = replace(build.mesh, tp=RankGroup())
-    setattr(model, prefix, make(replace(build, mesh=one, linear_method=DenseMethod())))
-    model.media_width = model.hidden_size * model.num_levels
+    unread: tuple[str, ...] = ("",)
+    if build.takes_media:
+        one = replace(build.mesh, tp=RankGroup())
+        tower = make(replace(build, mesh=one, linear_method=DenseMethod()))
+        setattr(model, prefix, tower)
+        model.media_width = model.hidden_size * model.num_levels
+        unread = tower.unread
+    patterns = (rf"^{prefix}\.{name}" for name in unread)
+    model.weights = replace(model.weights, elsewhere=(*model.weights.elsewhere, *patterns))
 
 
 def vision_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
