@@ -145,16 +145,16 @@ class GatedNorm(RMSNorm):
     def __init__(self, build: Build, config: Mamba2Config, size: int) -> None:
         assert config.norm_eps is not None
         ranks, groups = build.tp.size, config.norm_groups
-        if groups % ranks and groups != 1:
+        if groups % ranks and ranks % groups:
             raise ConfigError(
                 f"tensor_parallel_size must divide the {groups} groups of the model's Mamba norm, "
-                f"got {ranks}"
+                f"or be a multiple of them, got {ranks}"
             )
         super().__init__(build, size // ranks, config.norm_eps)
         self.tp = build.tp
         self.full_size = size
         self.num_groups = max(groups // ranks, 1)
-        self.spans_ranks = groups % ranks != 0
+        self.ranks_per_group = max(ranks // groups, 1)
         self.before_gate = config.norm_before_gate
 
     def gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -165,8 +165,11 @@ class GatedNorm(RMSNorm):
     def _norm(self, y: torch.Tensor) -> torch.Tensor:
         grouped = y.view(len(y), self.num_groups, -1)
         square = grouped.pow(2).mean(-1, keepdim=True)
-        if self.spans_ranks:
-            square = self.tp.all_reduce(square) / self.tp.size
+        if self.ranks_per_group > 1:
+            squares = square.new_zeros(len(y), self.tp.size // self.ranks_per_group, 1)
+            group = self.tp.rank // self.ranks_per_group
+            squares[:, group] = square[:, 0] / self.ranks_per_group
+            square = self.tp.all_reduce(squares)[:, group : group + 1]
         normed = (grouped * torch.rsqrt(square + self.eps)).flatten(1)
         return normed * self.weight.float()
 

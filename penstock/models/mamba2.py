@@ -62,18 +62,20 @@ class Mamba2ForCausalLM(DecoderLM):
     def layer(self, index: int) -> Mamba2Layer:
         config, raw = self.config, self.config.raw
         bias = bool(raw.get("use_bias", False))
+        groups = read_num_groups(config, "n_groups", 8, config.num_heads)
         mixer = Mamba2Config(
             hidden_size=config.hidden_size,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             state_size=read_int(raw, "state_size", 128),
-            num_groups=read_num_groups(config, "n_groups", 8, config.num_heads),
+            num_groups=groups,
             conv_width=read_int(raw, "conv_kernel", 4, low=2),
             conv_bias=bool(raw.get("use_conv_bias", True)),
             input_bias=bias,
             output_bias=bias,
             dt_limit=read_dt_limit(raw),
             norm_eps=config.rms_norm_eps,
+            norm_groups=groups,
         )
         return Mamba2Layer(Mamba2(self.build, f"model.layers.{index}", mixer), self.norm())
 

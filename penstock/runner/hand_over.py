@@ -52,10 +52,11 @@ class HandOver:
             if same and item.request_id in token_ids:
                 slots.append(int(slot))
                 tokens.append(token_ids[item.request_id])
-        device = self._tables.device
-        self._tables.append_tokens(
-            torch.tensor(slots, device=device), torch.tensor(tokens, device=device)
-        )
+        if slots:
+            device = self._tables.device
+            self._tables.append_tokens(
+                torch.tensor(slots, device=device), torch.tensor(tokens, device=device)
+            )
 
     def reset(self) -> None:
         self._expected.clear()

@@ -14,10 +14,9 @@ from scheduler.fake_device import FakeDevice, expected_output, make_request, ran
 from penstock.engine.core import EngineCore
 from penstock.executor.step_queue import StepQueue
 from penstock.kvcache.manager import KVCacheManager
-from penstock.protocol.adapter import Job
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.limits import StepLimits
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import Job, StepFailure, StepPlan, StepResult
 from penstock.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 40
@@ -44,6 +43,12 @@ class LateRunner:
 
     def run_jobs(self, jobs: Sequence[Job]) -> None:
         assert not jobs, "no request has an adapter here"
+
+    def skip(self, plan: StepPlan) -> None:
+        self.run_jobs(plan.jobs)
+
+    def hand_on_failure(self, plan: StepPlan, failure: StepFailure) -> None:
+        """There is no other pipeline stage."""
 
     def reset(self) -> None:
         self.device.reset()

@@ -237,7 +237,7 @@ def test_each_replica_has_devices_of_its_own() -> None:
         ({"data_parallel_size": 0}, "data_parallel_size must be at least 1, got 0"),
         (
             {"data_parallel_size": 3, "replica_devices": ["0"]},
-            "replica_devices must have one value for each of the 3 replicas",
+            "replica_devices must have one value for each of the 3 engines",
         ),
         ({"replica_devices": ["0-"]}, "numbers and ranges such as 0-3,8, got '0-'"),
         ({"replica_devices": ["1,1"]}, "must name each number once, got '1,1'"),

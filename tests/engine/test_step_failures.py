@@ -357,7 +357,7 @@ def test_a_step_out_of_memory_changes_no_token(
     assert isinstance(executor, InProcessExecutor)
     run_steps, failures = executor.runner.steps.run, []
 
-    def run_if_small(layout: StepLayout) -> Any:
+    def run_if_small(layout: StepLayout, handed: Any = None) -> Any:
         if layout.num_rows > 3:
             failures.append(layout.num_rows)
             raise error
@@ -383,7 +383,7 @@ def test_a_request_that_breaks_the_step_fails_alone(
         slots = runner.tables.slots_of(items)
         return any(int(runner.tables.token_ids[slot, 0]) == 3 for slot in slots)
 
-    def break_launch(layout: StepLayout) -> Any:
+    def break_launch(layout: StepLayout, handed: Any = None) -> Any:
         if where == "launch" and is_broken(layout.requests):
             raise IndexError("a kernel's assertion")
         return run_steps(layout)
@@ -406,7 +406,7 @@ def test_a_device_that_is_lost_is_an_engine_that_is_dead(
     executor = llm.engine.executor
     assert isinstance(executor, InProcessExecutor)
 
-    def lose(layout: StepLayout) -> Any:
+    def lose(layout: StepLayout, handed: Any = None) -> Any:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(executor.runner.steps, "run", lose)

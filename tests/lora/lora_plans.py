@@ -13,8 +13,15 @@ from waiting import eventually
 from penstock import SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.loading.adapters.source import adapter_digest
-from penstock.protocol.adapter import Adapter, FetchAdapter, FinishedJob, Job, PlaceAdapter
-from penstock.protocol.step import NO_SLOT, NewRequest, ScheduledRequest, StepPlan, StepResult
+from penstock.protocol.adapter import Adapter, FetchAdapter, FinishedJob, PlaceAdapter
+from penstock.protocol.step import (
+    NO_SLOT,
+    Job,
+    NewRequest,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+)
 
 PARAMS = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=3)
 

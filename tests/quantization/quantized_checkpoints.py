@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 
 from penstock.loading.bitsandbytes import BitsAndBytesCheckpoint
+from penstock.loading.wanted import IsWanted, always
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -267,8 +268,8 @@ class InMemory:
     def names(self) -> list[str]:
         return [*self._tensors]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._tensors.items()
+    def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, tensor) for name, tensor in self._tensors.items() if is_wanted(name))
 
 
 def as_layers_take_them(tensors: Tensors) -> Tensors:

@@ -235,7 +235,7 @@ class Gaps(Streams):
     ("flags", "message"),
     [
         (["-dp", "1000", "--device", "cpu"], "replicas (data_parallel_size) are more than the"),
-        (["-dp", "2", "--replica-devices", "0"], "one value for each of the 2 replicas"),
+        (["-dp", "2", "--replica-devices", "0"], "one value for each of the 2 engines"),
         (
             ["-dp", "2", "--device", "cpu", "--replica-devices", CORE, "--replica-devices", "9999"],
             "replica_devices names core 9999",

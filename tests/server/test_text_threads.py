@@ -30,7 +30,7 @@ async def handle(size: int, work: Any, service: Service) -> Any:
         size -= part
         return {"type": "http.request", "body": bytes(part), "more_body": size > 0}
 
-    scope = {"type": "http", "headers": []}
+    scope = {"type": "http", "headers": [], "state": {}}
     await BodyLimit(app, max_bytes=2**30)(scope, receive, app)  # type: ignore[arg-type]
     return answer[0]
 

@@ -12,7 +12,7 @@ from peer_players import Players
 from penstock.ops.triton.peers import PIECE_BYTES, PeerMemory, max_bytes_of
 
 MAX_BYTES = 64 * PIECE_BYTES
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="ranks run side by side")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @needs_gpu
