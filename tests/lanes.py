@@ -69,6 +69,7 @@ LONG_FILES = (  # the longest first
     "models/test_gguf_models.py",
     "models/test_parity.py",
     "ops/gpu/test_device_path.py",
+    "test_example_daily_report.py",
     "test_install.py",
 )
 

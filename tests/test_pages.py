@@ -19,7 +19,8 @@ from penstock.config.options import options_of
 from penstock.config.server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = [ROOT / "docs", ROOT / "examples"]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for each in FOLDERS for page in each.rglob("*.md"))])
 SOURCE_FOLDERS = ("penstock", "tests", "benchmarks", "examples", ".ci")
 # Projects whose names look like files.
 FOREIGN_FILES = {"llama.cpp"}
@@ -163,7 +164,8 @@ def flags_in(script: Path) -> set[str]:
 @cache
 def script_flags() -> frozenset[str]:
     """Flags of the scripts beside the package, which a page names after the script."""
-    scripts = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests" / "chaos.py"]
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    scripts.append(ROOT / "tests" / "chaos.py")
     return frozenset(flag for script in scripts for flag in flags_in(script))
 
 
