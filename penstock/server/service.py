@@ -360,7 +360,7 @@ class Service:
         rank = int(sent) if sent.isascii() and sent.isdigit() and len(sent) < 6 else -1
         if rank not in ranks:
             there_are = ", ".join(map(str, ranks))
-            raise InputError(f"there is no replica {sent!r:.20} here, only {there_are}", field)
+            raise InputError(f"there is no replica {sent[:20]!r} here, only {there_are}", field)
         return rank
 
     def _complete(self, child: EngineRequest) -> EngineRequest:

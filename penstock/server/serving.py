@@ -101,6 +101,7 @@ async def _drain(service: Service, server: uvicorn.Server, stop: StopRequest) ->
     await stop.requested.wait()
     timeout_s = service.server_config.shutdown_timeout
     service.is_draining = True
+    _close_after_responses(server)
     end_arrivals(server.server_state.connections)
     if running := set(server.server_state.tasks):
         done = asyncio.ensure_future(asyncio.wait(running))
@@ -115,6 +116,16 @@ async def _drain(service: Service, server: uvicorn.Server, stop: StopRequest) ->
         drop_all(server.server_state.connections)  # clients that do not read
     if stop.is_urgent:
         server.force_exit = True
+
+
+def _close_after_responses(server: uvicorn.Server) -> None:
+    """Let the responses to further requests say that their connection ends.
+
+    A client that kept it would send its next request into a connection that is being closed.
+    """
+    close = (b"connection", b"close")
+    server.config.encoded_headers.append(close)  # uvicorn copies them every second
+    server.server_state.default_headers = [*server.server_state.default_headers, close]
 
 
 async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:

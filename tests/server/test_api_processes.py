@@ -7,10 +7,13 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
@@ -25,6 +28,8 @@ from waiting import eventually
 
 from penstock.config import ServerConfig
 from penstock.protocol.errors import ConfigError
+from penstock.server.processes.arrivals import Door
+from penstock.server.processes.link import ApiLink
 
 GREEDY: Body = {"prompt": "Once", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
@@ -287,6 +292,21 @@ def test_a_signal_lets_the_requests_of_all_processes_finish(
         assert all(answer.num_ends == 1 and answer.error is None for answer in answers)
         assert server.wait() == 0
         eventually(lambda: not any(map(is_running, pids)))
+
+
+def test_a_door_closes_with_the_other_end() -> None:
+    async def run() -> list[str]:
+        closed: list[str] = []
+        ours, theirs = socket.socketpair()
+        door = Door(ours, cast(ApiLink, SimpleNamespace(num_handed=0)), lambda: closed.append("it"))
+        with theirs, socket.socket() as connection:
+            assert door.pass_on(connection)
+        while door.is_open:
+            await asyncio.sleep(0)
+        door.close()
+        return closed
+
+    assert asyncio.run(run()) == ["it"]
 
 
 @pytest.mark.parametrize("count", [0, -1, 65])

@@ -118,6 +118,7 @@ def test_signals_let_requests_finish(
     reasons = [event["choices"][0]["finish_reason"] for event in received[:-1]]
     assert reasons.count("length") == 8
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.headers["connection"] == "close"  # its next request needs another server
     assert "shutting down" in refused.json()["error"]["message"]
     assert server.wait() == 0
     assert not is_running(engine)

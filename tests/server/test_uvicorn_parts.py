@@ -94,6 +94,8 @@ def test_attributes_that_are_read_are_there(protocol: Any) -> None:
     for name in SERVER_ATTRIBUTES:
         assert hasattr(server, name), f"Server.{name} is gone: server/serving.py; {REMEDY}"
     assert made.connections is server.server_state.connections, REMEDY
+    assert hasattr(server.server_state, "default_headers"), f"server/serving.py; {REMEDY}"
+    assert hasattr(server.config, "encoded_headers"), f"server/serving.py; {REMEDY}"
     assert made.tasks is server.server_state.tasks, f"server/run.py waits for them; {REMEDY}"
 
 

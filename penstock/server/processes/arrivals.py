@@ -32,13 +32,22 @@ MAX_FILES = 64  # in a message
 
 
 class Door:
-    """The parent's end of the socket that connections are passed through to an API process."""
+    """The parent's end of the socket that connections are passed through to an API process.
 
-    def __init__(self, sock: socket.socket, link: ApiLink) -> None:
+    It closes when the process has closed its end. `on_close` is called then.
+    """
+
+    def __init__(
+        self, sock: socket.socket, link: ApiLink, on_close: Callable[[], None] = lambda: None
+    ) -> None:
         sock.setblocking(False)
+        self.is_open = True
         self._socket = sock
         self._link = link
+        self._on_close = on_close
         self._passed_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock.fileno(), self.close)  # nothing ever comes but the end
 
     @property
     def order(self) -> tuple[int, float]:
@@ -46,7 +55,11 @@ class Door:
         return self._link.num_connections, self._passed_at
 
     def close(self) -> None:
-        self._socket.close()
+        if self.is_open:
+            self.is_open = False
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._on_close()
 
     def pass_on(self, connection: socket.socket) -> bool:
         """Pass a connection on. False if the process takes none now."""
@@ -73,7 +86,9 @@ class Acceptor:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more. Safe to call twice."""
+        if self._listener.fileno() < 0:
+            return
         self._loop.remove_reader(self._listener.fileno())
         if self._retry is not None:
             self._retry.cancel()

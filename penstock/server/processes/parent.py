@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.async_client import AsyncEngineClient
@@ -34,9 +35,10 @@ LONGEST_DELAY_S = 30.0
 class Child:
     """One API process from start to death."""
 
-    def __init__(self, link: ApiLink, number: int) -> None:
+    def __init__(self, link: ApiLink, number: int, on_door_close: Callable[[], None]) -> None:
         self.link = link
         self.number = number
+        self._on_door_close = on_door_close
         self._died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._started_at = time.monotonic()
 
@@ -55,7 +57,7 @@ class Child:
             on_failure.pop_all()
         theirs.close()
         arrivals.close()
-        self.door = Door(door, self.link)
+        self.door = Door(door, self.link, self._on_door_close)
         threading.Thread(target=self._wait, name="api-watch", daemon=True).start()
         await self.link.open(ours, hello)
 
@@ -101,6 +103,7 @@ class ApiProcesses(AdapterListener):
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
         self._acceptor: Acceptor | None = None
+        self._is_stopping = False
 
     async def start(self) -> None:
         """Start the processes. They load their frontends in the background."""
@@ -109,7 +112,7 @@ class ApiProcesses(AdapterListener):
 
     async def _start_one(self) -> Child:
         link = ApiLink(self._parent, self._parent.links.remove)
-        child = Child(link, next(self._numbers))
+        child = Child(link, next(self._numbers), self._on_door_close)
         version = self._client.config if self._client.info is not None else self._config
         await child.start(Hello(child.number, self._config, self._server_config, version))
         self._parent.links.append(link)
@@ -137,7 +140,12 @@ class ApiProcesses(AdapterListener):
         self._tasks += map(asyncio.ensure_future, work)
 
     def _doors(self) -> list[Door]:
-        return [child.door for child in self._children if child.is_serving]
+        return [child.door for child in self._children if child.is_serving and child.door.is_open]
+
+    def _on_door_close(self) -> None:
+        """At the end, new connections are refused as soon as no process takes them."""
+        if self._is_stopping and self._acceptor is not None and not self._doors():
+            self._acceptor.close()
 
     async def _tell_status(self) -> None:
         while True:
@@ -182,6 +190,7 @@ class ApiProcesses(AdapterListener):
 
         They take connections until then, to refuse their requests.
         """
+        self._is_stopping = True
         self._end_tasks()
         for child in self._children:
             if child.is_serving:
