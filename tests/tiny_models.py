@@ -36,7 +36,8 @@ def transformers_config(variant: str, **overrides: Any) -> Any:
         return config_class(name)(**settings)
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 1, "image_size": 32, "patch_size": 16}
-    return config_class(name)(text_config=settings, vision_config=vision)
+    outer = {"mm_tokens_per_image": 4} if name == "Gemma3Images" else {}
+    return config_class(name)(text_config=settings, vision_config=vision, **outer)
 
 
 def config_of(variant: str) -> dict[str, Any]:

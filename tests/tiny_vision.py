@@ -43,6 +43,9 @@ class Variant(NamedTuple):
     special: tuple[str, ...] = ()  # further tokens
     outer: dict[str, Any] = {}  # further settings of config.json
     own: dict[str, Any] = {}  # settings of processor_config.json
+    named: dict[str, str] = {}  # special tokens that the processor knows by a name
+    max_span: int = 0  # tokens that a step cannot divide
+    num_groups: int = 1  # of layers that keep different tokens
 
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -68,6 +71,39 @@ IDEFICS_PROCESSOR = {
 IDEFICS_VISION = {**VIT, "image_size": 56, "patch_size": 14}
 
 VARIANTS: dict[str, Variant] = {
+    "gemma3": Variant(
+        "Gemma3ForConditionalGeneration",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {**VIT, "image_size": 112, "patch_size": 14},
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "processor_class": "Gemma3Processor",
+            "size": {"height": 112, "width": 112},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        image="<start_of_image>",
+        special=("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        outer={
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "mm_tokens_per_image": 16,
+        },
+        own={"image_seq_length": 16},
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        max_span=16,
+        num_groups=2,
+    ),
     "llava": Variant(
         "LlavaForConditionalGeneration",
         {"model_type": "llama"},
@@ -191,7 +227,7 @@ def make_tokenizer(folder: Path, variant: Variant) -> dict[str, int]:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
         "pad_token": "<pad>", "chat_template": template,
-        "additional_special_tokens": special[3:],
+        "extra_special_tokens": variant.named or special[3:],
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return {token: i for i, token in enumerate(special)}
@@ -249,17 +285,33 @@ class Reference:
         self.model.generation_config.eos_token_id = None  # all tokens that are asked for
         self.processor = load_processor(str(folder))
 
-    @torch.inference_mode()
     def generate(
         self, text: str, images: list[Any], max_tokens: int
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens and the greedy ones after it."""
+        prompt_ids, token_ids, _ = self.generate_scored(text, images, max_tokens)
+        return prompt_ids, token_ids
+
+    @torch.inference_mode()
+    def generate_scored(
+        self, text: str, images: list[Any], max_tokens: int
+    ) -> tuple[list[int], list[int], list[float]]:
+        """As `generate`, and the logprob of each token."""
         inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
-        output = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[
-            0
-        ].tolist()
+        output = self.model.generate(
+            **inputs,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         num_prompt = inputs["input_ids"].shape[1]
-        return output[:num_prompt], output[num_prompt:]
+        token_ids = output.sequences[0].tolist()
+        logprobs = [
+            float(step[0].float().log_softmax(-1)[token])
+            for step, token in zip(output.logits, token_ids[num_prompt:], strict=True)
+        ]
+        return token_ids[:num_prompt], token_ids[num_prompt:], logprobs
 
 
 class InProcessMedia:

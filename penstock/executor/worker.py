@@ -97,8 +97,9 @@ class Worker:
                 "enable_expert_parallel is for models with experts, and this one has none: drop it"
             )
         if self.model.media_width:
-            rows = config.media.encoder_cache_tokens
-            self.limits = msgspec.structs.replace(self.limits, encoder_rows=rows)
+            from penstock.models.vision import media_limits  # other models need none of it
+
+            self.limits = media_limits(self.model, self.limits, config)
         if drafter is not None:
             drafter.load(DraftSetup(self.model, config, source, platform, mesh, self.limits))
         if needs_whole_prompts(self.model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.layers.loadable import copy_shard
+from penstock.ops.attention import AttentionMetadata, SpanRows, span_attention
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 from penstock.protocol.kv import (
@@ -96,6 +97,8 @@ class Attention(nn.Module):
             output = self.ops.paged_attention(
                 query, cache, metadata, self.scale, self.window, **self.extras, **scales
             )
+            if context.spans:
+                self._attend_spans(query, cache, metadata, context.spans, output)
         return output.flatten(1)
 
     def forward_fused(
@@ -119,7 +122,25 @@ class Attention(nn.Module):
             query, cache, metadata, self.scale, self.window, key=key, value=value, **self.extras,
             **scales,
         )  # fmt: skip
+        if context.spans:
+            self._attend_spans(query, cache, metadata, context.spans, output)
         return output.flatten(1)
+
+    def _attend_spans(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        spans: Sequence[SpanRows],
+        output: torch.Tensor,
+    ) -> None:
+        """Compute the rows that see tokens after them, again."""
+        assert self.sinks is None, "models with spans have none"
+        assert self.chunk is None, "models with spans have none"
+        scales = self._scales(cache)
+        span_attention(
+            query, cache, metadata, spans, output, self.scale, self.window, self.softcap, **scales
+        )
 
     def _scales(self, cache: torch.Tensor) -> dict[str, tuple[float, float]]:
         """The scales of an fp8 cache, which are stored outside of it. Other caches have none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.ops.attention import AttentionMetadata
+from penstock.ops.attention import AttentionMetadata, SpanRows
 from penstock.ops.lora import AdapterStep
 from penstock.ops.recurrent import StateStep, state_step
 
@@ -37,6 +37,7 @@ class ForwardContext:
     second_segments: torch.Tensor | None = None
     adapters: AdapterStep | None = None  # None: no row uses an adapter
     media: MediaRows | None = None  # None: no row is an image's or a video's
+    spans: tuple[SpanRows, ...] = ()  # rows that also see tokens after them
     _state_steps: dict[tuple[int, int], StateStep] = field(default_factory=dict)
 
     def state_step(self, name: str) -> StateStep:

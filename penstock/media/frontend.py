@@ -155,12 +155,12 @@ class MediaFrontend:
         encode: Callable[[str], list[int]],
     ) -> list[int]:
         """As `expand_text`, for a prompt of tokens."""
-        placeholders = set(self.info().image_token_ids)
-        self._check_places(sum(token in placeholders for token in token_ids), len(items))
+        place = self.info().image_token_id
+        self._check_places(token_ids.count(place), len(items))
         texts = iter(items)
         expanded: list[int] = []
         for token in token_ids:
-            expanded += encode(next(texts).answer.text) if token in placeholders else [token]
+            expanded += encode(next(texts).answer.text) if token == place else [token]
         return expanded
 
     def _check_places(self, found: int, needed: int) -> None:
@@ -175,9 +175,9 @@ class MediaFrontend:
         self, token_ids: list[int], items: Sequence[Processed]
     ) -> tuple[list[int], list[MediaItem]]:
         """Repeat placeholders. `token_ids` have one for each run of them."""
-        placeholders = set(self.info().image_token_ids)
+        placeholder = self.info().row_token_id
         runs = [(index, count) for index, item in enumerate(items) for count in item.answer.runs]
-        num_found = sum(token in placeholders for token in token_ids)
+        num_found = token_ids.count(placeholder)
         if num_found != len(runs):
             raise InputError(
                 f"the prompt has {num_found} placeholders of images, but its images need "
@@ -188,7 +188,7 @@ class MediaFrontend:
         places: list[list[tuple[int, int]]] = [[] for _ in items]
         following = iter(runs)
         for token in token_ids:
-            if token in placeholders:
+            if token == placeholder:
                 index, count = next(following)
                 places[index].append((len(expanded), count))
                 expanded += [token] * count

@@ -30,8 +30,9 @@ class ProcessMedia(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ProcessorInfo(msgspec.Struct, frozen=True):
-    image_token: str  # in a prompt: where an image goes; its embeddings take the place of this
-    image_token_ids: list[int]
+    image_token: str  # in a prompt: where an image goes
+    image_token_id: int
+    row_token_id: int  # the placeholder of one of its embeddings; often the same
     video_token: str | None = None
     video_token_ids: list[int] = []
 

@@ -42,7 +42,7 @@ def load_processor(folder: str) -> Any:
             given[part] = None
     settings = {
         key: value
-        for key, value in _read(Path(folder) / FILES[0]).items()
+        for key, value in read_settings(Path(folder) / FILES[0]).items()
         if key not in ("processor_class", "auto_map", *processor_class.get_attributes())
     }
     return Loose(**given, **settings)
@@ -50,12 +50,12 @@ def load_processor(folder: str) -> Any:
 
 def _class_name(folder: str) -> str:
     for name in FILES:
-        found = _read(Path(folder) / name).get("processor_class")
+        found = read_settings(Path(folder) / name).get("processor_class")
         if isinstance(found, str):
             return found
     from transformers.models.auto import processing_auto
 
-    model_type = _read(Path(folder) / "config.json").get("model_type")
+    model_type = read_settings(Path(folder) / "config.json").get("model_type")
     names: Any = getattr(processing_auto, "PROCESSOR_MAPPING_NAMES", {})
     found = names.get(str(model_type))
     if not isinstance(found, str):
@@ -66,7 +66,8 @@ def _class_name(folder: str) -> str:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """A file of JSON; {} if there is none."""
     if not path.exists():
         return {}
     found = json.loads(path.read_text())

@@ -21,7 +21,7 @@ from penstock.media.messages import (
     ProcessMedia,
     ProcessorInfo,
 )
-from penstock.media.processor import load_processor
+from penstock.media.processor import load_processor, read_settings
 from penstock.protocol.media import MediaTensor
 
 ENTRY = "penstock.media.worker:make_worker"
@@ -31,28 +31,34 @@ MAX_FACT = 64  # integers; a larger tensor goes to the file
 
 def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    processor = load_processor(msgspec.json.decode(setup, type=MediaSetup).folder)
+    folder = msgspec.json.decode(setup, type=MediaSetup).folder
+    processor = load_processor(folder)
+    info = describe(processor, read_settings(Path(folder) / "config.json"))
     read = msgspec.msgpack.Decoder(MediaRequest).decode
 
     def work(job: bytes) -> bytes:
         request = read(job)
         if isinstance(request, DescribeProcessor):
-            return msgspec.msgpack.encode(describe(processor))
+            return msgspec.msgpack.encode(info)
         try:
-            return msgspec.msgpack.encode(process(processor, request))
+            return msgspec.msgpack.encode(process(processor, info, request))
         except BadMedia as error:
             return msgspec.msgpack.encode(ProcessedMedia(error=str(error)))
 
     return work
 
 
-def describe(processor: Any) -> ProcessorInfo:
+def describe(processor: Any, config: Mapping[str, Any]) -> ProcessorInfo:
+    """`config`: the config.json, which says which tokens embeddings replace."""
+    ids = processor.tokenizer.convert_tokens_to_ids
+    image_token_id = ids(processor.image_token)
+    row = config.get("image_token_id", config.get("image_token_index"))
     return ProcessorInfo(
-        processor.image_token, [i for i in processor.image_token_ids if i is not None]
+        processor.image_token, image_token_id, row if isinstance(row, int) else image_token_id
     )
 
 
-def process(processor: Any, request: ProcessMedia) -> ProcessedMedia:
+def process(processor: Any, info: ProcessorInfo, request: ProcessMedia) -> ProcessedMedia:
     image = decode_image(request.data, request.size, request.max_pixels, request.io_kwargs)
     try:
         kwargs = processor._merge_kwargs(
@@ -66,11 +72,12 @@ def process(processor: Any, request: ProcessMedia) -> ProcessedMedia:
             f"the model's processor cannot take an image of {image.width} x {image.height} pixels: "
             f"{error}"
         ) from error
-    token = re.escape(processor.image_token)
-    runs = [len(run) // len(processor.image_token) for run in re.findall(f"(?:{token})+", text)]
+    row = processor.tokenizer.convert_ids_to_tokens(info.row_token_id)
+    run = f"(?:{re.escape(row)})+"
+    runs = [len(found_run) // len(row) for found_run in re.findall(run, text)]
     tensors, facts = write_tensors(found, request.path)
     return ProcessedMedia(
-        text=re.sub(f"(?:{token})+", lambda _: processor.image_token, text),
+        text=re.sub(run, lambda _: row, text),
         runs=runs,
         tensors=tensors,
         facts=facts,

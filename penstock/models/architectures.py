@@ -49,13 +49,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     **_own("Gemma2ForCausalLM", "gemma2", "Gemma 2", ("gemma2",)),
     **_own("Gemma3ForCausalLM", "gemma3", "Gemma 3 1B", ("gemma3",)),
-    **_own(
-        "Gemma3ForConditionalGeneration",
-        "gemma3",
-        "Gemma 3 4B, 12B and 27B",
-        ("gemma3_images",),
-        "Text only: the vision tower is not loaded.",
-    ),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
     **_own(
         "Glm4MoeForCausalLM",
@@ -212,6 +205,7 @@ ENCODERS: dict[str, Architecture] = {
 
 # Models that take images. `parity` names checkpoints of tests/tiny_vision.py.
 VISION: dict[str, Architecture] = {
+    **_own("Gemma3ForConditionalGeneration", "gemma3", "Gemma 3 4B, 12B and 27B", ("gemma3",)),
     **_own("LlavaForConditionalGeneration", "llava", "LLaVA 1.5", ("llava",)),
     **_own("Idefics3ForConditionalGeneration", "idefics3", "Idefics 3", ("idefics3",)),
     **_own("SmolVLMForConditionalGeneration", "idefics3", "SmolVLM, SmolVLM 2", ("smolvlm",)),

@@ -1,18 +1,33 @@
-"""Gemma 3 (text): Gemma 2 with norms on queries and keys, and two rotary embeddings."""
+"""Gemma 3: Gemma 2 with norms on queries and keys, two rotary embeddings, and images by SigLIP."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.base import WeightTable
+from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.gemma2 import FULL, WINDOWED, Gemma2ForCausalLM, layer_is_windowed
+from penstock.models.vision import (
+    MediaInputs,
+    VisionModel,
+    VisionTower,
+    load_tower,
+    stack_images,
+    vision_settings,
+)
+from penstock.models.vit import Vit
+from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
 
 
@@ -59,17 +74,73 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         return [nearby if is_local else everywhere for is_local in self.local_layers]
 
 
-class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text model of a multimodal checkpoint. The vision tower is not loaded."""
+class Gemma3Projector(nn.Module):
+    """Squares of patches become one row each: their mean, a norm and a matrix."""
+
+    def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int, side: int) -> None:
+        super().__init__()
+        vision = vision_settings(raw)
+        size = read_int(vision, "hidden_size")
+        self.side, self.num_rows = side, read_int(raw, "mm_tokens_per_image", 256)
+        self.square = side // math.isqrt(self.num_rows)
+        if (side // self.square) ** 2 != self.num_rows:
+            raise ModelError(
+                f"config.json: mm_tokens_per_image must be the number of equal squares of "
+                f"{side} x {side} patches, got {self.num_rows}"
+            )
+        eps = read_float(vision, "layer_norm_eps", 1e-6)
+        self.mm_soft_emb_norm = ZeroCentredNorm(build, size, eps)
+        self.mm_input_projection_weight = build.empty(size, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, patches, size] -> [n, num_rows, hidden_size]."""
+        images = x.transpose(1, 2).reshape(len(x), -1, self.side, self.side)
+        pooled = F.avg_pool2d(images, self.square).flatten(2).transpose(1, 2)
+        return self.mm_soft_emb_norm(pooled.contiguous()) @ self.mm_input_projection_weight
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        shape = tuple(self.mm_input_projection_weight.shape)
+        return {("mm_input_projection_weight", ""): shape}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "not a matrix of a linear layer"
+        self.mm_input_projection_weight.copy_(tensor)
+
+
+class Gemma3Tower(VisionTower):
+    def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__()
+        self.build = build
+        self.tower = Vit(build, vision_settings(raw))
+        self.projector = Gemma3Projector(build, raw, hidden_size, self.tower.embeddings.side)
+        self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
+
+    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+        images, counts = stack_images(items, self.build)
+        rows = self.projector(self.tower(images))
+        return list(torch.split(rows.flatten(0, 1), [n * rows.shape[1] for n in counts]))
+
+
+class Gemma3ForConditionalGeneration(VisionModel, Gemma3ForCausalLM):
+    """An image's tokens see each other."""
 
     weights = WeightTable(
-        ignored=(
-            *Gemma3ForCausalLM.weights.ignored,
-            r"(^|\.)(vision_tower|multi_modal_projector)\.",
-            r"lm_head\.weight$",
-        ),
-        renamed={r"^language_model\.": "", r"^model\.language_model\.": "model."},
+        ignored=(*Gemma3ForCausalLM.weights.ignored, r"lm_head\.weight$"),
+        renamed={
+            r"^language_model\.": "",
+            r"^model\.language_model\.": "model.",
+            r"^(model\.)?vision_tower\.(vision_model\.)?": "vision.tower.",
+            r"^(model\.)?multi_modal_projector\.": "vision.projector.",
+        },
     )
+    tower_prefix = "vision"
+    spans = "media"
+
+    def __init__(self, build: Build, config: DecoderConfig) -> None:
+        super().__init__(build, config)
+        raw = config.raw
+        self.max_span = read_int(raw, "mm_tokens_per_image", 256)
+        load_tower(self, build, lambda own: Gemma3Tower(own, raw, config.hidden_size))
 
 
 def _rope_by_kind(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,7 +13,7 @@ from penstock.layers.linear import Linear
 from penstock.layers.vision import plain_linear
 from penstock.models.composed import ComposedVisionModel
 from penstock.models.config import read_int
-from penstock.models.vision import MediaInputs, VisionTower, vision_settings
+from penstock.models.vision import MediaInputs, VisionTower, stack_images, vision_settings
 from penstock.models.vit import Vit
 from penstock.protocol.errors import ModelError
 
@@ -36,14 +36,12 @@ class Idefics3Tower(VisionTower):
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
     def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        pixels = [item.tensors["pixel_values"] for item in items]
-        tiles = [each.reshape(-1, *each.shape[-3:]) for each in pixels]
-        images = torch.cat(tiles).to(device=self.build.device, dtype=self.build.dtype)
+        images, counts = stack_images(items, self.build)
         x = self._shuffle(self.tower(images))
         proj = self.projection["proj"]
         assert isinstance(proj, Linear)
         rows = proj(x.flatten(0, 1))
-        return list(torch.split(rows, [len(each) * x.shape[1] for each in tiles]))
+        return list(torch.split(rows, [count * x.shape[1] for count in counts]))
 
     def _shuffle(self, x: torch.Tensor) -> torch.Tensor:
         """[n, patches, size] -> [n, squares, size * scale**2]."""

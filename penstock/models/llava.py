@@ -12,7 +12,7 @@ from penstock.layers.build import Build
 from penstock.layers.vision import activation, plain_linear
 from penstock.models.composed import ComposedVisionModel
 from penstock.models.config import read_int
-from penstock.models.vision import MediaInputs, VisionTower, vision_settings
+from penstock.models.vision import MediaInputs, VisionTower, stack_images, vision_settings
 from penstock.models.vit import Vit
 from penstock.protocol.errors import ModelError
 
@@ -46,9 +46,8 @@ class LlavaTower(VisionTower):
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
     def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        pixels = [item.tensors["pixel_values"] for item in items]
-        images = torch.cat([each.reshape(-1, *each.shape[-3:]) for each in pixels])
-        x = self.tower(images.to(device=self.build.device, dtype=self.build.dtype))
+        images, _ = stack_images(items, self.build)
+        x = self.tower(images)
         if self.drops_first:
             x = x[:, 1:]
         rows: torch.Tensor = self.projector(x)

@@ -123,8 +123,8 @@ class NativeDecoderLayer:
         self._lora: library.DecoderLora | None = None  # made for the first step that needs it
 
     def applies(self) -> bool:
-        """Whether nothing but LoRA adapters hooks into the layer's parts."""
-        return all(
+        """Whether only LoRA adapters hook into the layer's parts, and attention is causal."""
+        return not current_context().spans and all(
             linear.adapter is None or isinstance(linear.adapter, LinearSlots)
             for linear in self._linears
         )

@@ -13,13 +13,17 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace as replace_limits
 from torch import nn
 
+from penstock.config import EngineConfig
 from penstock.distributed.mesh import RankGroup
 from penstock.layers.build import Build
 from penstock.layers.quantization import DenseMethod
 from penstock.models.base import Model
-from penstock.protocol.errors import ModelError
+from penstock.models.runtime import hold_whole_prompts
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.limits import SpanKind, StepLimits
 from penstock.protocol.media import MediaItem, Modality
 
 Positions = npt.NDArray[np.int64]
@@ -51,6 +55,8 @@ class VisionModel:
     uses_mrope: ClassVar[bool] = False  # positions have three parts: time, height, width
     tower_prefix: ClassVar[str]  # the tower's attribute, and its name in checkpoints
     num_levels: int = 1  # media_width in hidden sizes
+    spans: ClassVar[SpanKind] = "none"  # see StepLimits
+    max_span: int = 0  # if `spans` is media: placeholders of an image in a row
 
     def encode_media(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         tower: VisionTower = getattr(self, self.tower_prefix)
@@ -59,6 +65,14 @@ class VisionModel:
     def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
         """[3, num_tokens]: the rotary positions of a prompt. With `uses_mrope` only."""
         raise NotImplementedError
+
+
+def stack_images(items: Sequence[MediaInputs], build: Build) -> tuple[torch.Tensor, list[int]]:
+    """The images or tiles of all items, [n, channels, height, width], and each item's number."""
+    pixels = [item.tensors["pixel_values"] for item in items]
+    tiles = [each.reshape(-1, *each.shape[-3:]) for each in pixels]
+    images = torch.cat(tiles).to(device=build.device, dtype=build.dtype)
+    return images, [len(each) for each in tiles]
 
 
 def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower]) -> None:
@@ -77,6 +91,30 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
         unread = tower.unread
     patterns = (rf"^{prefix}\.{name}" for name in unread)
     model.weights = replace(model.weights, elsewhere=(*model.weights.elsewhere, *patterns))
+
+
+def media_limits(model: Model, limits: StepLimits, config: EngineConfig) -> StepLimits:
+    """The limits of a model that takes media. Refuses steps that cannot hold an image's span."""
+    assert isinstance(model, VisionModel)
+    limits = replace_limits(limits, encoder_rows=config.media.encoder_cache_tokens)
+    if model.spans == "none":
+        return limits
+    if model.spans == "prompt":
+        limits = hold_whole_prompts(limits, config)
+        return replace_limits(limits, spans="prompt", max_span=limits.max_model_len)
+    if model.max_span > limits.max_num_batched_tokens:
+        raise ConfigError(
+            f"this model computes the {model.max_span} tokens of an image in one step: "
+            f"max_num_batched_tokens must be at least {model.max_span}, got "
+            f"{limits.max_num_batched_tokens}; raise it, or set language_model_only"
+        )
+    threshold = limits.long_prefill_token_threshold
+    return replace_limits(
+        limits,
+        spans=model.spans,
+        max_span=model.max_span,
+        long_prefill_token_threshold=max(threshold, model.max_span) if threshold else 0,
+    )
 
 
 def vision_settings(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ for keys and one for values, which are stored outside of it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,16 @@ class AttentionMetadata:
     host_lens: HostLens | None = None  # without it, lengths are read from the device, which waits
     # The last requests of an unpadded step, which compute one token and drafts after it.
     num_drafting: int = 0
+
+
+@dataclass(frozen=True)
+class SpanRows:
+    """Rows of a step that see all tokens of their request up to `end`."""
+
+    request: int  # in the step
+    rows: slice
+    first: int  # position of the first row
+    end: int  # position
 
 
 def write_kv(
@@ -142,6 +153,39 @@ def paged_attention(
         mask = _seen(past, length, first, window, chunk, query.device)
         output[rows] = _attend(*own, mask) if plain else _attend_in_full(*own, mask, softcap, sinks)
     return output
+
+
+def span_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    cache: torch.Tensor,  # with the step's keys and values
+    metadata: AttentionMetadata,
+    spans: Sequence[SpanRows],
+    output: torch.Tensor,  # [num_tokens, num_heads, head_dim]: changed in the rows of spans
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: tuple[float, float] = UNSCALED,
+) -> None:
+    """Like `paged_attention` for rows that also see the tokens after them, up to a span's end.
+
+    `window` limits only how far back they see.
+    """
+    block_size = cache.shape[2]
+    for span in spans:
+        first = _first_seen(span.first, window, None)
+        gathered = first // block_size * block_size
+        blocks = slice(first // block_size, -(-span.end // block_size))
+        table = metadata.block_table[span.request : span.request + 1, blocks]
+        key, value = _gather(cache, table, kv_scales)
+        seen = slice(first - gathered, span.end - gathered)
+        num_rows = span.rows.stop - span.rows.start
+        positions = torch.arange(span.first, span.first + num_rows, device=query.device)[:, None]
+        mask = torch.arange(first, span.end, device=query.device).expand(num_rows, -1)
+        mask = mask >= 0 if window is None else mask > positions - window
+        own = query[span.rows], key[0, seen], value[0, seen], scale, mask
+        output[span.rows] = (
+            _attend(*own) if softcap is None else _attend_in_full(*own, softcap, None)
+        )
 
 
 def varlen_attention(

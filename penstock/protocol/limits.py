@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+# media: the placeholders of an image; prompt: all tokens of a prompt
+SpanKind = Literal["none", "media", "prompt"]
 
 
 class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +23,8 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int = 0  # prompt tokens of one request in a step; 0: no limit
     enable_chunked_prefill: bool = True
     encoder_rows: int = 0  # embeddings of media that workers keep; 0: the model takes none
+    spans: SpanKind = "none"  # which tokens of prompts see each other, besides those before them
+    max_span: int = 0  # the longest such span, which one step computes; 0: there are none
 
     @property
     def max_draft_rows(self) -> int:

@@ -33,6 +33,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None  # drafters share past outputs only between requests of one salt
     adapter_slot: int = NO_SLOT
     media: list[MediaItem] = []  # in the order of their offsets
+    # Tokens that see each other, in order: first, and one past the last (`StepLimits.spans`).
+    spans: list[tuple[int, int]] = []
 
     @property
     def sampling(self) -> SamplingParams:

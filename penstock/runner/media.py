@@ -12,6 +12,7 @@ import torch
 
 from penstock.layers.context import MediaRows
 from penstock.models.vision import MediaInputs, Positions, VisionModel
+from penstock.ops.attention import SpanRows
 from penstock.protocol.media import DropMedia, EncodeMedia, MediaItem, MediaJob
 from penstock.protocol.step import NewRequest
 from penstock.runner.forward import ForwardInputs
@@ -25,6 +26,7 @@ class _Prompt:
 
     def __init__(self, request: NewRequest, positions: Positions | None) -> None:
         self.items = request.media
+        self.spans = request.spans
         self.num_tokens = request.num_prompt_tokens
         self.positions = positions  # rotary positions [3, num_tokens]; None without M-RoPE
         self.delta = 0 if positions is None else int(positions.max()) + 1 - self.num_tokens
@@ -37,6 +39,7 @@ class StepMedia:
     media: MediaRows | None  # None: all placeholders are in other steps
     prompt_rows: torch.Tensor | None = None  # with M-RoPE: rows of prompts that have media
     prompt_positions: torch.Tensor | None = None  # [3, len(prompt_rows)]
+    spans: tuple[SpanRows, ...] = ()
 
 
 class MediaStore:
@@ -74,7 +77,7 @@ class MediaStore:
         self._rows.clear()
 
     def add(self, slot: int, request: NewRequest) -> None:
-        if not request.media:
+        if not request.media and not request.spans:
             return
         positions = None
         if self.rope_deltas is not None:
@@ -95,7 +98,13 @@ class MediaStore:
             return None
         rows: list[IntArray] = []
         values: list[torch.Tensor] = []
-        for prompt, row, first, count in chunks:
+        spans: list[SpanRows] = []
+        for index, prompt, row, first, count in chunks:
+            for start, end in prompt.spans:
+                if first < end and start < first + count:
+                    begin = max(start, first)
+                    seen = slice(row + begin - first, row + end - first)
+                    spans.append(SpanRows(index, seen, begin, end))
             for item in prompt.items:
                 taken = 0  # rows of the item's earlier runs
                 for distance, length in item.runs:
@@ -110,9 +119,9 @@ class MediaStore:
         if rows:
             media = MediaRows(to_device(np.concatenate(rows), self.device), torch.cat(values))
         if self.rope_deltas is None:
-            return StepMedia(media)
+            return StepMedia(media, spans=tuple(spans))
         own, positions = [], []
-        for prompt, row, first, count in chunks:
+        for _, prompt, row, first, count in chunks:
             assert prompt.positions is not None
             known = prompt.positions[:, first : first + count]
             own.append(np.arange(row, row + known.shape[1]))
@@ -121,12 +130,14 @@ class MediaStore:
             media,
             to_device(np.concatenate(own), self.device),
             to_device(np.concatenate(positions, axis=1), self.device),
+            tuple(spans),
         )
 
     def attach(self, inputs: ForwardInputs, step: StepMedia | None) -> ForwardInputs:
         """Add media and rotary positions to the inputs of a step, which are in place."""
-        if step is not None and step.media is not None:
-            inputs = replace(inputs, context=replace(inputs.context, media=step.media))
+        if step is not None:
+            context = replace(inputs.context, media=step.media, spans=step.spans)
+            inputs = replace(inputs, context=context)
         has_deltas = bool(self._prompts) or self.device.type == "cuda"  # graphs serve all requests
         if self.rope_deltas is None or not has_deltas:
             return inputs
@@ -138,8 +149,8 @@ class MediaStore:
             positions[:, step.prompt_rows] = step.prompt_positions
         return replace(inputs, rope_positions=positions)
 
-    def _chunks(self, layout: StepLayout) -> Iterator[tuple[_Prompt, int, int, int]]:
-        """The prompts with media in a step: first row, first position, number of rows."""
+    def _chunks(self, layout: StepLayout) -> Iterator[tuple[int, _Prompt, int, int, int]]:
+        """The prompts with media in a step: index, prompt, first row and position, rows."""
         for index, slot in enumerate(layout.slots.tolist()):
             prompt = self._prompts.get(slot)
             if prompt is None:
@@ -147,7 +158,7 @@ class MediaStore:
             count = int(layout.counts[index])
             first = int(layout.seq_lens[index]) - count  # exact: prompts have no drafts
             if first < prompt.num_tokens:
-                yield prompt, int(layout.starts[index]), first, count
+                yield index, prompt, int(layout.starts[index]), first, count
 
 
 def read_inputs(item: MediaItem, device: torch.device) -> MediaInputs:

@@ -17,6 +17,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.media import DropMedia, EncodeMedia, MediaItem, MediaJob
 from penstock.protocol.request import EngineRequest
+from penstock.scheduler.limits import before_span
 from penstock.scheduler.request import RequestState
 
 
@@ -80,6 +81,7 @@ class EncoderBudget:
             num_free -= size
             num_encoded += num_new
             seen.add(item.hash)
+        end = max(before_span(state.spans, end), first)
         if not self._limits.enable_chunked_prefill and end < first + num_tokens:
             return 0
         return end - first

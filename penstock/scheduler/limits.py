@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.protocol.errors import InputError
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.request import EngineRequest
@@ -28,6 +30,35 @@ def chunk(limits: StepLimits, num_left: int, budget: int) -> int:
     if not limits.enable_chunked_prefill:
         return num_left if num_left <= budget else 0
     return min(num_left, budget, limits.long_prefill_token_threshold or num_left)
+
+
+def find_spans(request: EngineRequest, limits: StepLimits) -> list[tuple[int, int]]:
+    """The tokens of a prompt that see each other. A step computes the rest of a span or nothing.
+
+    Raises InputError if a span does not fit into a step.
+    """
+    if limits.spans == "none":
+        return []
+    if limits.spans == "prompt":
+        return [(0, len(request.prompt_token_ids))]
+    spans = [
+        (item.offset + start, item.offset + start + count)
+        for item in request.media
+        for start, count in item.runs
+    ]
+    longest = max((end - start for start, end in spans), default=0)
+    if longest > limits.max_span:
+        raise InputError(
+            f"an item of multi_modal_data has {longest} tokens in a row, but at most "
+            f"{limits.max_span} are computed together: send a smaller one",
+            "multi_modal_data",
+        )
+    return spans
+
+
+def before_span(spans: Sequence[tuple[int, int]], end: int) -> int:
+    """The last place not after `end` where a step may end: it does not cut a span."""
+    return next((start for start, stop in spans if start < end < stop), end)
 
 
 def check_length(request: EngineRequest, longest: int) -> None:

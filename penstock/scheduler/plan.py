@@ -97,6 +97,7 @@ class PlannedStep:
                 cache_salt=state.cache_salt,
                 adapter_slot=adapter_slot,
                 media=request.media,
+                spans=state.spans,
             )
         )
         self.add(state, num_tokens, 0, block_ids)

@@ -84,12 +84,19 @@ class RequestState(_EveryStep):
         "read_prefix_cache",
         "request",
         "sequence",
+        "spans",
         "speculates",
         "status",
         "stop_reason",
     )
 
-    def __init__(self, request: EngineRequest, sequence: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        sequence: int,
+        max_model_len: int,
+        spans: list[tuple[int, int]] | None = None,
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.cache_salt = request.cache_salt
@@ -101,6 +108,7 @@ class RequestState(_EveryStep):
         self.incarnation = 0
         self.token_ids = request.prompt_token_ids + request.output_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.spans = spans or []  # of its prompt, see `find_spans`
         self.max_total_tokens = min(self.num_prompt_tokens + request.max_tokens, max_model_len)
         self.num_computed_tokens = 0
         self.num_confirmed_tokens = 0

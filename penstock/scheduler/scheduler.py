@@ -25,7 +25,7 @@ from penstock.scheduler.adapters import Adapters
 from penstock.scheduler.encoder_budget import EncoderBudget
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
-from penstock.scheduler.limits import check_length, chunk, share
+from penstock.scheduler.limits import check_length, chunk, find_spans, share
 from penstock.scheduler.plan import PlannedStep
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.queue_timeouts import QueueTimeouts
@@ -97,7 +97,8 @@ class Scheduler:
         check_length(request, self.limits.max_model_len)
         self.adapters.check(request)
         self.encoder.check(request)
-        state = RequestState(request, next(self._sequence), self.limits.max_model_len)
+        spans = find_spans(request, self.limits)
+        state = RequestState(request, next(self._sequence), self.limits.max_model_len, spans)
         self._requests[request.request_id] = state
         self._gatekeeper.push(state)
         self._queue_timeouts.add(state)

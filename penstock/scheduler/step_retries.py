@@ -25,6 +25,7 @@ class StepRetries:
         self._suspects: deque[RequestState] = deque()
         self._can_shrink = limits.enable_chunked_prefill
         self._max_num_tokens = limits.max_num_batched_tokens
+        self._min_num_tokens = max(limits.max_span, 1)  # a span cannot be cut
         self._num_good_steps = 0
         self.num_tokens = limits.max_num_batched_tokens  # current limit per step
 
@@ -56,7 +57,7 @@ class StepRetries:
             if is_alone:
                 return "the engine failed to run this request"
             self._suspects.extend(failed)
-        elif self._can_shrink and (step.num_tokens > 1 or not is_alone):
+        elif self._can_shrink and step.num_tokens > self._min_num_tokens:
             self._shrink(step.num_tokens)
         elif is_alone:
             return "there is not enough memory to run this request, with nothing else beside it"
@@ -78,7 +79,7 @@ class StepRetries:
 
     def _shrink(self, num_tokens: int) -> None:
         """Halve the token limit: a step with `num_tokens` tokens ran out of memory."""
-        self.num_tokens = max(num_tokens // 2, 1)
+        self.num_tokens = max(num_tokens // 2, self._min_num_tokens)
         self._num_good_steps = 0
 
     def count_good_step(self) -> None:

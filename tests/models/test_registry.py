@@ -15,7 +15,7 @@ from tiny_variants import VARIANTS
 
 from penstock import SamplingParams
 from penstock.cli.main import main
-from penstock.models.architectures import ARCHITECTURES
+from penstock.models.architectures import ARCHITECTURES, VISION
 from penstock.models.base import Model
 from penstock.models.docs import render
 from penstock.models.plugins import find_plugins
@@ -70,7 +70,8 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_architecture_is_verified_by_all_of_its_checkpoints() -> None:
     checkpoints = {name: [] for name in ARCHITECTURES}
     for variant, (name, _) in VARIANTS.items():
-        checkpoints[architecture_of(name)].append(variant)
+        if architecture_of(name) not in VISION:
+            checkpoints[architecture_of(name)].append(variant)
     assert {name: list(known.parity) for name, known in ARCHITECTURES.items()} == checkpoints
     assert all(checkpoints.values())
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tiny_vision import VARIANTS, InProcessMedia, Reference, make_vision_checkpoint, picture
 
 from penstock import LLM, SamplingParams
 from penstock.models.architectures import VISION
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import ConfigError, InputError
 
 SHAPES = ((100, 60), (40, 90), (64, 64), (200, 30), (30, 120))  # width and height
 OPTIONS = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 200}
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -44,26 +45,56 @@ def asked(prompt: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt["prompt"], "multi_modal_data": data}
 
 
-@pytest.mark.parametrize("chunk", [None, 7])
-def test_tokens_equal_transformers(model: tuple[Path, Reference], chunk: int | None) -> None:
-    """In one batch, in chunks, and once more from the prefix cache."""
+SLOW = pytest.mark.slow
+WAYS: dict[str, dict[str, Any]] = {  # options of the engine
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4, "encoder_cache_tokens": 80},
+    "chunks of 64": {"max_num_batched_tokens": 64, "encoder_cache_tokens": 80},
+    "whole prompts": {},
+    "preempted": {"max_model_len": 256},
+}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way == "chunks of 7" else SLOW) for way in WAYS]
+)
+def test_tokens_and_logprobs_equal_transformers(model: tuple[Path, Reference], way: str) -> None:
+    """All prompts in one batch, and once more from the prefix cache."""
     folder, reference = model
+    num_tokens = 24 if way == "preempted" else 8
     given = prompts(reference)
-    expected = [reference.generate(each["prompt"], each["images"], 8) for each in given]
-    limits = {} if chunk is None else {"max_num_batched_tokens": chunk, "max_num_seqs": 4}
-    if chunk is not None:
-        limits["encoder_cache_tokens"] = 80  # less than all of them
-    with LLM(str(folder), **OPTIONS, **limits) as llm:
+    expected = [reference.generate_scored(*each.values(), num_tokens) for each in given]
+    options = {**OPTIONS, **WAYS[way]}
+    if "max_num_batched_tokens" in options:
+        options["max_num_batched_tokens"] = max(
+            options["max_num_batched_tokens"], reference.variant.max_span
+        )
+    if way == "preempted":
+        options["num_gpu_blocks_override"] = 20 * reference.variant.num_groups
+    params = msgspec.structs.replace(GREEDY, max_tokens=num_tokens)
+    with LLM(str(folder), **options) as llm:
         assert llm.frontend.media is not None
         llm.frontend.media.pool = InProcessMedia(folder)
         for _ in range(2):
-            outputs = llm.generate([asked(each) for each in given], GREEDY, use_tqdm=False)
-            for output, (prompt_ids, token_ids) in zip(outputs, expected, strict=True):
+            outputs = llm.generate([asked(each) for each in given], params, use_tqdm=False)
+            for output, (prompt_ids, token_ids, logprobs) in zip(outputs, expected, strict=True):
                 assert output.prompt_token_ids == prompt_ids
-                assert output.outputs[0].token_ids == token_ids
-        encoder = llm.engine.scheduler.encoder
-        if chunk is None:
-            assert encoder.num_encoded == len(SHAPES) + 1, "each image once"
+                (completion,) = output.outputs
+                assert completion.token_ids == token_ids
+                found = zip(completion.logprobs, token_ids, strict=True)
+                assert [own[token].logprob for own, token in found] == pytest.approx(
+                    logprobs, abs=1e-4
+                )
+        scheduler = llm.engine.scheduler
+        if way == "whole prompts":
+            assert scheduler.encoder.num_encoded == len(SHAPES) + 1, "each image once"
+        assert (scheduler.stats().num_preemptions > 0) == (way == "preempted")
+
+
+def test_a_step_that_cannot_hold_an_image_is_refused(tmp_path: Path) -> None:
+    folder = make_vision_checkpoint(tmp_path, "gemma3")
+    options = {**OPTIONS, "max_num_batched_tokens": 15, "max_num_seqs": 4}
+    with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 16, got 15"):
+        LLM(str(folder), **options)
 
 
 def test_media_count_and_tower_off(model: tuple[Path, Reference]) -> None:

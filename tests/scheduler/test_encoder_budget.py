@@ -14,14 +14,20 @@ from penstock.protocol.media import DropMedia, EncodeMedia, MediaItem
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.encoder_budget import EncoderBudget
+from penstock.scheduler.limits import find_spans
 from penstock.scheduler.request import RequestState
 
 MOST_ROWS = 12
 
 
-def limits(rows: int, tokens: int) -> StepLimits:
+def limits(rows: int, tokens: int, has_spans: bool = False) -> StepLimits:
     return StepLimits(
-        max_num_seqs=8, max_num_batched_tokens=tokens, max_model_len=4096, encoder_rows=rows
+        max_num_seqs=8,
+        max_num_batched_tokens=tokens,
+        max_model_len=4096,
+        encoder_rows=rows,
+        spans="media" if has_spans else "none",
+        max_span=MOST_ROWS if has_spans else 0,
     )
 
 
@@ -80,16 +86,24 @@ items = st.tuples(st.integers(0, 5), st.integers(1, MOST_ROWS), st.integers(0, 3
     capacity=st.integers(MOST_ROWS, 3 * MOST_ROWS),
     tokens=st.integers(1, 40),
     events=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5), st.booleans()), max_size=6),
+    has_spans=st.booleans(),
 )
 def test_items_are_there_and_requests_finish(
     prompts: list[list[tuple[int, int, int]]],
     capacity: int,
     tokens: int,
     events: list[tuple[int, int, bool]],
+    has_spans: bool,
 ) -> None:
     """`events`: in which step which request is preempted, or ends if True."""
-    budget, workers = EncoderBudget(limits(capacity, tokens)), Workers(capacity)
-    running = [RequestState(request(str(i), sizes), i, 4096) for i, sizes in enumerate(prompts)]
+    if has_spans:
+        tokens = max(tokens, MOST_ROWS)  # or the engine does not start
+    bounds = limits(capacity, tokens, has_spans)
+    budget, workers = EncoderBudget(bounds), Workers(capacity)
+    asked = [request(str(i), sizes) for i, sizes in enumerate(prompts)]
+    running = [
+        RequestState(each, i, 4096, find_spans(each, bounds)) for i, each in enumerate(asked)
+    ]
     for state in running:
         budget.check(state.request)
     num_left = sum(len(state.token_ids) for state in running)
@@ -112,6 +126,8 @@ def test_items_are_there_and_requests_finish(
                 budget.take(state, num)
                 state.num_computed_tokens += num
                 left -= num
+                end = state.num_computed_tokens
+                assert not any(start < end < stop for start, stop in state.spans)
                 read += [
                     item
                     for item in state.request.media
@@ -147,3 +163,8 @@ def test_what_never_fits_is_refused() -> None:
     budget = EncoderBudget(limits(10, 100))
     with pytest.raises(InputError, match="encoder_cache_tokens"):
         budget.check(request("large", [(0, 11, 1)]))
+
+
+def test_a_span_longer_than_the_model_says_is_refused() -> None:
+    with pytest.raises(InputError, match="13 tokens in a row, but at most 12"):
+        find_spans(request("long", [(0, MOST_ROWS + 1, 1)]), limits(100, 100, has_spans=True))
