@@ -126,18 +126,10 @@ NOT_SUPPORTED = {
     "worker_cls": ForeignOption("leave it out", ("auto",)),
     "worker_extension_cls": ForeignOption("leave it out"),
     "mm_encoder_tp_mode": ForeignOption(
-        "video, audio and images from other URLs are not supported yet", ("weights",)
+        "every rank holds the whole vision tower", ("weights", "data")
     ),
-    "mm_encoder_only": _switch("video, audio and images from other URLs are not supported yet"),
-    "allowed_local_media_path": ForeignOption(
-        "video, audio and images from other URLs are not supported yet"
-    ),
-    "allowed_media_domains": ForeignOption(
-        "video, audio and images from other URLs are not supported yet"
-    ),
-    "default_mm_loras": ForeignOption(
-        "video, audio and images from other URLs are not supported yet"
-    ),
+    "mm_encoder_only": _switch("the language model is always loaded"),
+    "default_mm_loras": ForeignOption("name the adapter as the model of the request"),
     "lora_extra_vocab_size": ForeignOption("adapters cannot add tokens", (256,)),
     "long_lora_scaling_factors": ForeignOption("leave it out"),
     "num_speculative_tokens": ForeignOption("use speculative_config.num_speculative_tokens"),

@@ -6,8 +6,9 @@ scope knows the tenant. It is cancelled when the client leaves.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
@@ -50,7 +51,7 @@ class JobScope(Cancellation):
 
     def __init__(self, tenant: str = "", slots: threading.Semaphore | None = None) -> None:
         super().__init__()
-        self._tenant = tenant
+        self.tenant = tenant
         self._slots = slots or threading.Semaphore()
 
     def run(self, work: Callable[..., T], *arguments: object) -> T:
@@ -63,11 +64,17 @@ class JobScope(Cancellation):
             _current.reset(token)
 
     def wait_for(self, pool: ConfinedPool, payload: bytes) -> bytes:
-        job = pool.submit(payload, self._tenant)
-        self.attach(job)
+        job = pool.submit(payload, self.tenant)
+        with self.waiting(job):
+            return job.result()
+
+    @contextlib.contextmanager
+    def waiting(self, work: Cancellable) -> Iterator[None]:
+        """The thread waits for this work, without its slot."""
+        self.attach(work)
         self._slots.release()
         try:
-            return job.result()
+            yield
         finally:
             self._slots.acquire()
             self.attach(None)
@@ -80,3 +87,17 @@ def run_confined(pool: ConfinedPool, payload: bytes) -> bytes:
     """Run a job under the scope of this thread. Raises the error of the job's future."""
     scope = _current.get()
     return pool.submit(payload).result() if scope is None else scope.wait_for(pool, payload)
+
+
+@contextlib.contextmanager
+def waiting(work: Cancellable) -> Iterator[None]:
+    """Wait for other work under the scope of this thread, which may cancel it."""
+    scope = _current.get()
+    with contextlib.nullcontext() if scope is None else scope.waiting(work):
+        yield
+
+
+def current_tenant() -> str:
+    """Whose work this thread does; empty outside of the server."""
+    scope = _current.get()
+    return "" if scope is None else scope.tenant

@@ -1,51 +1,67 @@
-"""Takes images out of conversations."""
+"""Takes images and videos out of conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.conversation.request import MediaOptions
 from penstock.protocol.errors import InputError
+from penstock.protocol.media import Modality
 from penstock.text.frontend import Frontend
 
 if TYPE_CHECKING:
     from penstock.media.content import MediaContent
 
 Messages = Sequence[Mapping[str, Any]]
-IMAGE_TYPES = ("image_url", "input_image", "image_pil", "image")
+TYPES: dict[str, Modality] = {
+    "image_url": "image", "input_image": "image", "image_pil": "image", "image": "image",
+    "image_embeds": "image", "video_url": "video", "video": "video",
+}  # fmt: skip
+NOUNS = {"image": "an image", "video": "a video"}
+KEYS = ("url", "pil", "embeds")  # of a part, after its modality
 
 
-def take_media(frontend: Frontend, messages: Messages) -> tuple[Messages, list[MediaContent]]:
-    """The conversation with a part of type image in the place of each image, and the images.
+@dataclass(frozen=True)
+class MediaReference:
+    """The URL of a part that came in another API's form, and the field that it came from."""
+
+    url: str
+    where: str
+
+
+def take_media(
+    frontend: Frontend, messages: Messages, options: MediaOptions | None = None
+) -> tuple[Messages, list[MediaContent]]:
+    """The conversation with a part of type image or video in the place of each, and the media.
 
     Such a part has `text`, too: what a template gets that takes no parts.
     """
     found: list[MediaContent] = []
-    if not any(_has_image(message) for message in _listed(messages)):
+    if not any(_has_media(message) for message in _listed(messages)):
         return messages, found
-    if frontend.media is None:
-        where = next(
-            f"messages[{index}].content[{at}]"
-            for index, message in enumerate(messages)
-            for at, part in enumerate(message["content"] if _has_image(message) else ())
-            if _is_image(part)
-        )
-        raise InputError(
-            f"{where} is an image, but this model takes text only: send parts of type 'text'", where
-        )
-    placeholder = {"type": "image", "text": frontend.media.info().image_token}
     taken: list[Mapping[str, Any]] = []
     for index, message in enumerate(messages):
-        if not _has_image(message):
+        if not _has_media(message):
             taken.append(message)
             continue
         parts: list[Any] = []
         for at, part in enumerate(message["content"]):
-            if _is_image(part):
-                found.append(_read(part, f"messages[{index}].content[{at}]"))
-                parts.append(placeholder)
-            else:
+            modality = _modality(part)
+            if modality is None:
                 parts.append(part)
+                continue
+            content = _read(part, modality, f"messages[{index}].content[{at}]")
+            if frontend.media is None:
+                raise InputError(
+                    f"{content.where} is {NOUNS[modality]}, but this model takes text only: send "
+                    "parts of type 'text'",
+                    content.where,
+                )
+            token = frontend.media.token_of(modality, content.where)
+            found.append(_with_options(content, options))
+            parts.append({"type": modality, "text": token})
         taken.append({**message, "content": parts})
     return taken, found
 
@@ -55,23 +71,44 @@ def _listed(messages: Messages) -> Messages:
     return messages if is_list else ()  # `check_messages` refuses the others
 
 
-def _has_image(message: Mapping[str, Any]) -> bool:
+def _has_media(message: Mapping[str, Any]) -> bool:
     content = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(content, (list, tuple)) and any(map(_is_image, content))
+    return isinstance(content, (list, tuple)) and any(map(_modality, content))
 
 
-def _is_image(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
+def _modality(part: object) -> Modality | None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return TYPES.get(kind) if isinstance(kind, str) else None
 
 
-def _read(part: Mapping[str, Any], where: str) -> MediaContent:
-    from penstock.media.content import MediaContent, read_data_url, read_image
+def _with_options(content: MediaContent, options: MediaOptions | None) -> MediaContent:
+    if options is None:
+        return content
+    return replace(
+        content,
+        kwargs=options.processor_kwargs or {},
+        io_kwargs=(options.io_kwargs or {}).get(content.modality, {}),
+    )
 
-    given = part.get("image_url", part.get("image_pil", part.get("image")))
+
+def _read(part: Mapping[str, Any], modality: Modality, where: str) -> MediaContent:
+    from penstock.media.content import MediaContent, check_uuid, read_embeds, read_item
+
+    uuid = check_uuid(part.get("uuid"), where)
+    if part["type"] == "image_embeds":
+        if part.get("image_embeds") is None and uuid is not None:
+            return MediaContent(modality=modality, where=where, uuid=uuid)
+        return read_embeds(part.get("image_embeds"), f"{where}.image_embeds", part)
+    names = [modality, *(f"{modality}_{key}" for key in KEYS)]
+    name = next((name for name in names if part.get(name) is not None), f"{modality}_url")
+    given = part.get(name)
+    if isinstance(given, MediaReference):
+        return MediaContent(modality=modality, where=given.where, url=given.url, uuid=uuid)
     if isinstance(given, Mapping):
-        where, given = f"{where}.image_url.url", given.get("url")
-    if given is None:
-        raise InputError(f'{where} must have image_url: {{"url": ...}}', where)
-    if not isinstance(given, str):
-        return read_image(given, where)
-    return MediaContent("image", read_data_url(given, where), where)
+        uuid = uuid or check_uuid(given.get("uuid"), where)
+        where, given = f"{where}.{name}.url", given.get("url")
+    if given is None and uuid is None:
+        raise InputError(f'{where} must have {modality}_url: {{"url": ...}}', where)
+    if isinstance(given, str):
+        return MediaContent(modality=modality, where=where, url=given, uuid=uuid)
+    return read_item(given, modality, where, uuid)

@@ -37,6 +37,16 @@ def render_turn(frontend: Frontend, request: TurnRequest) -> str:
     return _render(frontend, request)[0]
 
 
+def tokenize_turn(frontend: Frontend, request: TurnRequest, limit: int) -> list[int]:
+    """The prompt's tokens, those of its media included. Slow: call it in a thread.
+
+    Raises `TooManyTokens` if there are more than `limit`.
+    """
+    prompt, media = _render(frontend, request)
+    special = request.options.add_special_tokens
+    return frontend.tokenize(prompt, special, limit, media)[1]
+
+
 def _render(frontend: Frontend, request: TurnRequest) -> tuple[str, list[MediaContent]]:
     """The prompt, with placeholders for its media, and these."""
     if request.chat_template is not None and not frontend.chat.trust_request_chat_template:
@@ -53,7 +63,7 @@ def _render(frontend: Frontend, request: TurnRequest) -> tuple[str, list[MediaCo
     if request.chat_template is not None:
         options["chat_template"] = request.chat_template
     check_template_kwargs(request.template_kwargs, options)
-    messages, media = take_media(frontend, request.messages)
+    messages, media = take_media(frontend, request.messages, request.media)
     try:
         prompt = frontend.render_chat(
             messages,

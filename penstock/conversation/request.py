@@ -43,14 +43,22 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 @dataclass(frozen=True)
+class MediaOptions:
+    """How a request's media are decoded and processed, besides what the engine is told."""
+
+    processor_kwargs: Mapping[str, Any] | None = None
+    io_kwargs: Mapping[str, Any] | None = None  # by modality
+
+
+@dataclass(frozen=True)
 class TurnRequest:
     """A turn to generate.
 
-    `messages` have the form of OpenAI's chat API: `role` and `content` (a text, or parts of type
-    text). An assistant's message may have `tool_calls` (`id`, `type`, `function` with `name` and
-    `arguments` as JSON text) and `reasoning`. The result of a call is a message of role "tool"
-    with `tool_call_id`. `params.structured_outputs` is the format of the answer, if there is one.
-    It applies after the reasoning and does not forbid tool calls.
+    `messages` have the form of OpenAI's chat API: `role` and `content` (a text, or parts: texts,
+    images and videos). An assistant's message may have `tool_calls` (`id`, `type`, `function` with
+    `name` and `arguments` as JSON text) and `reasoning`. The result of a call is a message of role
+    "tool" with `tool_call_id`. `params.structured_outputs` is the format of the answer, if there is
+    one. It applies after the reasoning and does not forbid tool calls.
 
     `tool_choice` "auto" lets the model decide. "required" and `NamedTool` are enforced, the latter
     as exactly one call. Without tools it has no effect. `thinking` tells the template to turn
@@ -71,6 +79,7 @@ class TurnRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     options: RunOptions = field(default_factory=RunOptions)
+    media: MediaOptions | None = None
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:

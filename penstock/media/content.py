@@ -1,92 +1,195 @@
-"""Media as users give them, before they are decoded."""
+"""Media as users give them, before they are read and decoded."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.media import Modality
 
-MAX_BYTES = 64 * 2**20  # of an encoded file
+MODALITIES = get_args(Modality)
+MAX_UUID_LENGTH = 256
+PIXELS = "uint8"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MediaContent:
-    """An item of a prompt, undecoded."""
+    """An item of a prompt: a file, a URL, pixels, embeddings, or the uuid of an earlier item."""
 
     modality: Modality
-    data: bytes = field(repr=False)
     where: str  # the field that it came from
-    size: tuple[int, int] | None = None  # of RGB pixels, if `data` is not a file
+    data: bytes | None = field(default=None, repr=False)
+    url: str | None = field(default=None, repr=False)
+    # `data` is not a file but pixels of this shape: [height, width, 3], of a video with [frames]
+    # before; or embeddings [rows, width] of 32-bit floats.
+    shape: tuple[int, ...] | None = None
+    is_embeds: bool = False
+    uuid: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the processor
+    io_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of decoding
+    # Of frames or embeddings: what a file would tell, such as fps, or what a processor would.
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self) -> str:
+        """How the content is decoded and processed, in one text."""
+        return repr((self.modality, _sorted(self.kwargs), _sorted(self.io_kwargs)))
 
     def digest(self, kind: str) -> bytes:
         """Covers the content and how it is processed; `kind` covers the processor."""
-        head = repr((self.modality, self.size, sorted(self.kwargs.items()), kind))
-        return hashlib.sha256(head.encode() + b"\0" + self.data).digest()
+        assert self.data is not None, "it was read"
+        form = repr((self.shape, self.is_embeds, _sorted(self.facts), kind))
+        return hashlib.sha256(f"{self.options()}{form}\0".encode() + self.data).digest()
 
 
-def read_data_url(url: str, where: str) -> bytes:
-    """The bytes of a data URL."""
-    head, comma, body = url.partition(",")
-    if not comma or not head.endswith(";base64"):
+def _sorted(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return sorted((key, _sorted(value)) for key, value in given.items())
+    return given
+
+
+def check_uuid(given: object, where: str) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not 0 < len(given) <= MAX_UUID_LENGTH:
         raise InputError(
-            f"{where} must be a data URL in base64, such as data:image/png;base64,..., got "
-            f"{url!r:.60}",
-            where,
+            f"{where}.uuid must be a string of 1 to {MAX_UUID_LENGTH} characters, got "
+            f"{given!r:.80}",
+            f"{where}.uuid",
         )
-    if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise InputError(f"{where} must have at most {MAX_BYTES // 2**20} MiB", where)
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InputError(f"{where} is not valid base64: {error}", where) from error
+    return given
 
 
 def read_multi_modal_data(
-    data: object, kwargs: object = None, where: str = "multi_modal_data"
+    data: object, kwargs: object = None, uuids: object = None, where: str = "multi_modal_data"
 ) -> list[MediaContent]:
-    """The `multi_modal_data` of a prompt: {"image": an image, or a list of them}.
+    """The `multi_modal_data` of a prompt: an item or a list of items for image and for video.
 
-    An image is one of Pillow's, an array [height, width, 3] of uint8, or the bytes of a file.
+    An image is one of Pillow's, an array [height, width, 3] of uint8, the bytes of a file, or
+    embeddings [rows, width]. A video is an array [frames, height, width, 3], the bytes of a file,
+    or a pair of one of these and its metadata. With `uuids`, an item may be None: sent before.
     """
+    for given, name in ((kwargs, "mm_processor_kwargs"), (uuids, "multi_modal_uuids")):
+        if given is not None and not isinstance(given, Mapping):
+            raise InputError(f"{name} must be a dictionary, got {given!r:.80}", name)
     if not isinstance(data, Mapping):
         raise InputError(f'{where} must be {{"image": ...}}, got {data!r:.80}', where)
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError(
-            f"mm_processor_kwargs must be a dictionary, got {kwargs!r:.80}", "mm_processor_kwargs"
-        )
+    options = dict(kwargs) if isinstance(kwargs, Mapping) else {}
     found = []
     for modality, given in data.items():
-        if modality != "image":
-            raise InputError(f"{where} may contain image, got {modality!r}", where)
-        is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-        for index, one in enumerate(given if is_list else [given]):
-            at = f"{where}.{modality}[{index}]" if is_list else f"{where}.{modality}"
-            found.append(read_image(one, at, dict(kwargs or {})))
+        if modality not in MODALITIES:
+            raise InputError(f"{where} may contain image and video, got {modality!r}", where)
+        names = _listed(uuids.get(modality)) if isinstance(uuids, Mapping) else []
+        for index, one in enumerate(_listed(given)):
+            at = f"{where}.{modality}" + (f"[{index}]" if isinstance(given, list) else "")
+            uuid = check_uuid(names[index] if index < len(names) else None, at)
+            found.append(replace(read_item(one, modality, at, uuid), kwargs=options))
     return found
 
 
-def read_image(given: Any, where: str, kwargs: Mapping[str, Any] | None = None) -> MediaContent:
-    """An image of the Python API."""
-    kwargs = kwargs or {}
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def read_item(given: Any, modality: Modality, where: str, uuid: str | None = None) -> MediaContent:
+    """An item of the Python API."""
+    facts: Mapping[str, Any] = {}
+    if modality == "video" and isinstance(given, tuple) and len(given) == 2:
+        given, facts = given
+    if given is None and uuid is not None:
+        return MediaContent(modality=modality, where=where, uuid=uuid)
     if isinstance(given, (bytes, bytearray)):
-        return MediaContent("image", bytes(given), where, kwargs=kwargs)
-    if hasattr(given, "convert") and hasattr(given, "tobytes"):  # Pillow's
+        return MediaContent(modality=modality, where=where, data=bytes(given), uuid=uuid)
+    if modality == "image" and hasattr(given, "convert") and hasattr(given, "tobytes"):  # Pillow's
         from penstock.media.decode import to_rgb
 
         rgb = to_rgb(given)
-        return MediaContent("image", rgb.tobytes(), where, rgb.size, kwargs)
-    shape = getattr(given, "shape", None)
-    if shape is not None and len(shape) == 3 and shape[2] == 3 and str(given.dtype) == "uint8":
-        return MediaContent("image", given.tobytes(), where, (shape[1], shape[0]), kwargs)
+        shape = (rgb.height, rgb.width, 3)
+        return MediaContent(
+            modality=modality, where=where, data=rgb.tobytes(), shape=shape, uuid=uuid
+        )
+    if modality == "image" and isinstance(given, Mapping) and "image_embeds" in given:
+        given, facts = given["image_embeds"], {**given, "image_embeds": None}
+    if hasattr(given, "detach"):  # a tensor of torch's
+        given = given.detach().cpu().float().numpy() if given.ndim == 2 else given.cpu().numpy()
+    shape = tuple(getattr(given, "shape", ()))
+    dims = {"image": 3, "video": 4}[modality]
+    if len(shape) == dims and shape[-1] == 3 and str(given.dtype) == PIXELS:
+        return MediaContent(
+            modality=modality, where=where, data=given.tobytes(), shape=shape, uuid=uuid,
+            facts=facts,
+        )  # fmt: skip
+    if len(shape) == 2 and modality == "image":
+        return embeds_content(given, where, facts, uuid)
+    forms = {
+        "image": "an image of Pillow's, an array [height, width, 3] of uint8",
+        "video": "an array [frames, height, width, 3] of uint8",
+    }
     raise InputError(
-        f"{where} must be an image of Pillow's, an array [height, width, 3] of uint8 or the bytes "
-        f"of a file, got {type(given).__name__}",
+        f"{where} must be {forms[modality]} or the bytes of a file, got {type(given).__name__}",
         where,
     )
+
+
+def embeds_content(
+    array: Any, where: str, facts: Mapping[str, Any], uuid: str | None = None
+) -> MediaContent:
+    """Embeddings [rows, width] in place of an image. Refuses numbers that are not finite."""
+    import numpy as np
+
+    array = np.asarray(array)
+    if array.ndim != 2 or array.dtype.kind != "f" or array.itemsize > 4 or not array.size:
+        raise InputError(
+            f"{where} must be an array [rows, width] of 16 or 32-bit floats, got "
+            f"{array.dtype} {list(array.shape)}",
+            where,
+        )
+    array = np.ascontiguousarray(array, dtype=np.float32)
+    if not np.isfinite(array).all():
+        raise InputError(f"{where} must be finite, got NaN or infinity", where)
+    kept: dict[str, Any] = {}
+    if (grid := facts.get("image_grid_thw")) is not None:
+        kept["grid_thw"] = _grid(grid, where)
+    return MediaContent(
+        modality="image", where=where, data=array.tobytes(), shape=array.shape, is_embeds=True,
+        facts=kept, uuid=uuid,
+    )  # fmt: skip
+
+
+def _grid(given: Any, where: str) -> list[int]:
+    grid = given.tolist() if hasattr(given, "tolist") else given
+    while isinstance(grid, (list, tuple)) and len(grid) == 1:
+        grid = grid[0]
+    is_grid = isinstance(grid, (list, tuple)) and len(grid) == 3
+    if not is_grid or not all(type(each) is int and 0 < each < 2**16 for each in grid):
+        raise InputError(
+            f"{where}: image_grid_thw must be three positive integers, got {given!r:.80}", where
+        )
+    return list(grid)
+
+
+def read_embeds(encoded: object, where: str, part: Mapping[str, Any]) -> MediaContent:
+    """Embeddings in a content part: a .npy file in base64."""
+    import numpy as np
+
+    if isinstance(encoded, Mapping):
+        part, encoded = encoded, encoded.get("image_embeds")
+    try:
+        if not isinstance(encoded, str):
+            raise ValueError(f"got {encoded!r:.40}")
+        file = io.BytesIO(base64.b64decode(encoded, validate=True))
+        form: Any = np.lib.format
+        newer = form.read_magic(file) >= (2, 0)
+        read_header = form.read_array_header_2_0 if newer else form.read_array_header_1_0
+        shape, is_fortran, dtype = read_header(file)
+        if is_fortran or dtype.hasobject:
+            raise ValueError("it must be in C order, without objects")
+        array = np.frombuffer(file.read(), dtype).reshape(shape)  # before memory is taken for it
+    except (binascii.Error, ValueError, EOFError, OSError) as error:
+        raise InputError(f"{where} must be a .npy file in base64: {error}", where) from error
+    return embeds_content(array, where, part, check_uuid(part.get("uuid"), where))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from penstock.config.media import MediaConfig
+from penstock.config.media import MediaConfig, check_io_kwargs
 from penstock.confined.errors import TooMuchMemory, TooMuchTime
 from penstock.confined.pool import ConfinedPool, Limits
-from penstock.confined.scope import run_confined
+from penstock.confined.scope import current_tenant, run_confined
 from penstock.loading.source import ModelSource
 from penstock.media.content import MediaContent
+from penstock.media.fetch import MediaFetcher
 from penstock.media.files import MediaFile, MediaFolder
 from penstock.media.messages import (
     DescribeProcessor,
@@ -27,43 +28,48 @@ from penstock.media.messages import (
     ProcessorInfo,
 )
 from penstock.protocol.errors import InputError
-from penstock.protocol.media import MediaItem
+from penstock.protocol.media import EMBEDS, MediaItem, MediaTensor, Modality
 
 ENTRY = "penstock.media.worker:make_worker"
 MAX_PIXELS = 64 * 2**20  # of a decoded image
 LIMITS = Limits(
-    cpu_s=30.0, memory_bytes=3 * 2**30, num_workers=2, max_queued=256, quantum_s=1.0, stall_s=30.0
+    cpu_s=30.0, memory_bytes=3 * 2**30, num_workers=2, max_queued=64, quantum_s=1.0, stall_s=30.0
 )
 GIB = 2**30
+MAX_UUIDS = 100_000
 
 
 @dataclass(frozen=True, eq=False)
 class Processed:
     """A processed item and its file, which lives as long as this."""
 
+    modality: Modality
     hash: bytes
     file: MediaFile
     answer: ProcessedMedia
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.answer.runs)
+    num_bytes: int  # of the file
 
 
 class MediaFrontend:
     """Thread-safe. The processes start with the first item."""
 
-    def __init__(self, config: MediaConfig, source: ModelSource, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self, config: MediaConfig, source: ModelSource, width: int, limits: Limits = LIMITS
+    ) -> None:
         self.config = config
+        self.width = width  # of an embedding
+        self.fetcher = MediaFetcher(config)
         self.pool = ConfinedPool(
             ENTRY, lambda: msgspec.json.encode(MediaSetup(str(source.path))), limits
         )
-        self._kind = json.dumps([source.fingerprint, config.media_io_kwargs], sort_keys=True)
+        self._kind = source.fingerprint
         self._folder = MediaFolder()
         self._lock = threading.Lock()
         self._info: ProcessorInfo | None = None
         self._cache: OrderedDict[bytes, Processed] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
+        # What tenants sent with a uuid: tenant, uuid and options. Least recently used first.
+        self._digests: OrderedDict[tuple[str, str | None, str], bytes] = OrderedDict()
 
     def info(self) -> ProcessorInfo:
         """What the processor's tokens are."""
@@ -78,6 +84,15 @@ class MediaFrontend:
             self._info = msgspec.msgpack.decode(answer, type=ProcessorInfo)
         return self._info
 
+    def token_of(self, modality: Modality, where: str) -> str:
+        """The placeholder of an item in a prompt."""
+        info = self.info()
+        if modality == "image":
+            return info.image_token
+        if info.video_token is None:
+            raise InputError(f"{where} is a video, but this model takes images only", where)
+        return info.video_token
+
     def check_counts(self, contents: Sequence[MediaContent]) -> None:
         for modality, count in Counter(content.modality for content in contents).items():
             most = self.config.limit_of(modality)
@@ -90,63 +105,149 @@ class MediaFrontend:
                 )
 
     def process(self, content: MediaContent) -> Processed:
-        """Decode and process an item, unless that was done before."""
-        self.info()
-        kwargs = {**(self.config.mm_processor_kwargs or {}), **content.kwargs}
-        content = replace(content, kwargs=kwargs)
+        """Read, decode and process an item, unless that was done before."""
+        self.token_of(content.modality, content.where)
+        content = self._with_defaults(content)
+        name = (current_tenant(), content.uuid, content.options())
+        if content.url is not None:
+            data = self.fetcher.read(content.url, content.where)
+            content = replace(content, data=data, url=None)
+        if content.data is None:
+            return self._sent_before(name, content.where)
         digest = content.digest(self._kind)
         with self._lock:
-            if digest in self._cache:
+            item = self._cache.get(digest)
+            if item is not None:
                 self._cache.move_to_end(digest)
-                return self._cache[digest]
+        if item is None:
+            item = self._run(content, digest)
+            self._keep(item)
+        if content.uuid is not None:
+            with self._lock:
+                self._digests[name] = item.hash
+                self._digests.move_to_end(name)
+                while len(self._digests) > MAX_UUIDS:
+                    self._digests.popitem(last=False)
+        return item
+
+    def _with_defaults(self, content: MediaContent) -> MediaContent:
+        """The content with the options of the engine, as far as it has none of its own."""
+        io_kwargs = {
+            **(self.config.media_io_kwargs or {}).get(content.modality, {}),
+            **content.io_kwargs,
+        }
+        check_io_kwargs(content.modality, io_kwargs)
+        kwargs = {**(self.config.mm_processor_kwargs or {}), **content.kwargs}
+        return replace(content, kwargs=kwargs, io_kwargs=io_kwargs)
+
+    def _sent_before(self, name: tuple[str, str | None, str], where: str) -> Processed:
+        """The item that the same tenant sent with this uuid, processed in the same way."""
+        with self._lock:
+            digest = self._digests.get(name)
+            item = None if digest is None else self._cache.get(digest)
+            if item is not None:
+                self._cache.move_to_end(item.hash)
+                return item
+        raise InputError(
+            f"{where}: nothing is kept for uuid {name[1]!r:.80}: send the media with it", where
+        )
+
+    def _run(self, content: MediaContent, digest: bytes) -> Processed:
+        assert content.data is not None
         file = self._folder.new()
+        if content.is_embeds:
+            answer = self._take_embeds(content, file)
+            return Processed(content.modality, digest, file, answer, file.size)
         request: MediaRequest = ProcessMedia(
             modality=content.modality,
             data=content.data,
             path=str(file.path),
-            size=content.size,
-            kwargs=kwargs,
-            io_kwargs=(self.config.media_io_kwargs or {}).get(content.modality, {}),
+            shape=content.shape,
+            kwargs=dict(content.kwargs),
+            io_kwargs=dict(content.io_kwargs),
+            facts=dict(content.facts),
             max_pixels=MAX_PIXELS,
         )
         try:
-            answer = run_confined(self.pool, msgspec.msgpack.encode(request))
+            encoded = run_confined(self.pool, msgspec.msgpack.encode(request))
         except (TooMuchMemory, TooMuchTime) as error:
             raise InputError(
                 f"{content.where} takes too much to process: {error}; send a smaller one",
                 content.where,
             ) from error
-        found = msgspec.msgpack.decode(answer, type=ProcessedMedia)
-        if found.error is not None:
-            raise InputError(f"{content.where}: {found.error}", content.where)
-        item = Processed(digest, file, found)
-        most = self.config.encoder_cache_tokens
-        if item.num_rows > most:
+        answer = msgspec.msgpack.decode(encoded, type=ProcessedMedia)
+        if answer.error is not None:
+            raise InputError(f"{content.where}: {answer.error}", content.where)
+        self._check_rows(sum(answer.runs), content.where)
+        return Processed(content.modality, digest, file, answer, file.size)
+
+    def _check_rows(self, num_rows: int, where: str) -> None:
+        if num_rows > (most := self.config.encoder_cache_tokens):
             raise InputError(
-                f"{content.where} has {item.num_rows} embeddings, but at most {most} fit "
+                f"{where} has {num_rows} embeddings, but at most {most} fit "
                 "(encoder_cache_tokens): send a smaller one",
+                where,
+            )
+
+    def _take_embeds(self, content: MediaContent, file: MediaFile) -> ProcessedMedia:
+        """Embeddings are taken as they are: rows for as many placeholders."""
+        where = content.where
+        if not self.config.enable_mm_embeds:
+            raise InputError(
+                f"{where}: embeddings are not accepted here (--enable-mm-embeds)", where
+            )
+        if (info := self.info()).image_token_id != info.row_token_id:
+            raise InputError(f"{where}: this model takes images, but no embeddings", where)
+        assert content.data is not None
+        assert content.shape is not None
+        num_rows, width = content.shape
+        if width != self.width:
+            raise InputError(
+                f"{where} must be [rows, {self.width}] for this model, got [{num_rows}, {width}]",
+                where,
+            )
+        self._check_rows(num_rows, where)
+        self._check_grid(num_rows, content)
+        file.path.write_bytes(content.data)
+        return ProcessedMedia(
+            text=info.image_token,
+            runs=[num_rows],
+            tensors=[MediaTensor(EMBEDS, "float32", (num_rows, width), 0)],
+            facts=dict(content.facts),
+        )
+
+    def _check_grid(self, num_rows: int, content: MediaContent) -> None:
+        """Positions of these models come from the grid of patches."""
+        merge = self.info().merge
+        if not merge:
+            return
+        t, h, w = content.facts.get("grid_thw", (0, 0, 0))
+        if t * (h // merge) * (w // merge) != num_rows:
+            raise InputError(
+                f"{content.where} needs image_grid_thw [time, height, width] in patches, of which "
+                f"{merge} x {merge} are a row: {num_rows} rows, got {[t, h, w]}",
                 content.where,
             )
-        self._keep(item)
-        return item
 
     def _keep(self, item: Processed) -> None:
         with self._lock:
             if item.hash in self._cache:
                 return
             self._cache[item.hash] = item
-            self._cache_bytes += item.file.size
+            self._cache_bytes += item.num_bytes
             while self._cache and self._cache_bytes > self.config.mm_processor_cache_gb * GIB:
                 _, dropped = self._cache.popitem(last=False)
-                self._cache_bytes -= dropped.file.size
+                self._cache_bytes -= dropped.num_bytes
 
     def expand_text(self, prompt: str, items: Sequence[Processed]) -> str:
         """The prompt with each item's text in the place of its placeholder."""
-        token = self.info().image_token
-        pieces = prompt.split(token)
-        self._check_places(len(pieces) - 1, len(items))
-        texts = [item.answer.text for item in items]
-        return "".join(text for pair in zip(pieces, [*texts, ""], strict=True) for text in pair)
+        info = self.info()
+        tokens = [token for token in (info.image_token, info.video_token) if token]
+        pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", prompt)
+        kinds: dict[str, Modality] = {info.image_token: "image", info.video_token or "": "video"}
+        self._check_places([kinds[token] for token in pieces[1::2]], items)
+        pieces[1::2] = [item.answer.text for item in items]
+        return "".join(pieces)
 
     def expand_tokens(
         self,
@@ -155,32 +256,45 @@ class MediaFrontend:
         encode: Callable[[str], list[int]],
     ) -> list[int]:
         """As `expand_text`, for a prompt of tokens."""
-        place = self.info().image_token_id
-        self._check_places(token_ids.count(place), len(items))
+        info = self.info()
+        kinds: dict[int | None, Modality] = {info.video_token_id: "video"}
+        kinds[info.image_token_id] = "image"
+        self._check_places([kinds[token] for token in token_ids if token in kinds], items)
         texts = iter(items)
         expanded: list[int] = []
         for token in token_ids:
-            expanded += encode(next(texts).answer.text) if token == place else [token]
+            expanded += encode(next(texts).answer.text) if token in kinds else [token]
         return expanded
 
-    def _check_places(self, found: int, needed: int) -> None:
-        if found != needed:
-            token = self.info().image_token
-            raise InputError(
-                f"the prompt must have one {token} for each of its {needed} images, got {found}",
-                "prompt",
-            )
+    def _check_places(self, found: Sequence[Modality], items: Sequence[Processed]) -> None:
+        needed = [item.modality for item in items]
+        if list(found) == needed:
+            return
+        for modality in dict.fromkeys([*needed, *found]):
+            if found.count(modality) != needed.count(modality):
+                token = self.token_of(modality, "prompt")
+                raise InputError(
+                    f"the prompt must have one {token} for each of its {needed.count(modality)} "
+                    f"{modality}s, got {found.count(modality)}",
+                    "prompt",
+                )
+        raise InputError(
+            f"the placeholders of the prompt ({', '.join(found)}) must be in the order of its "
+            f"media ({', '.join(needed)})",
+            "prompt",
+        )
 
     def place(
         self, token_ids: list[int], items: Sequence[Processed]
     ) -> tuple[list[int], list[MediaItem]]:
         """Repeat placeholders. `token_ids` have one for each run of them."""
-        placeholder = self.info().row_token_id
+        info = self.info()
+        placeholders = {info.row_token_id, info.video_row_token_id}
         runs = [(index, count) for index, item in enumerate(items) for count in item.answer.runs]
-        num_found = token_ids.count(placeholder)
+        num_found = sum(token in placeholders for token in token_ids)
         if num_found != len(runs):
             raise InputError(
-                f"the prompt has {num_found} placeholders of images, but its images need "
+                f"the prompt has {num_found} placeholders of media, but its media need "
                 f"{len(runs)}: leave {self.info().image_token} out of the text",
                 "prompt",
             )
@@ -188,7 +302,7 @@ class MediaFrontend:
         places: list[list[tuple[int, int]]] = [[] for _ in items]
         following = iter(runs)
         for token in token_ids:
-            if token == placeholder:
+            if token in placeholders:
                 index, count = next(following)
                 places[index].append((len(expanded), count))
                 expanded += [token] * count
@@ -199,7 +313,7 @@ class MediaFrontend:
     def _item(self, item: Processed, places: Sequence[tuple[int, int]]) -> MediaItem:
         offset, last = places[0][0], places[-1]
         return MediaItem(
-            modality="image",
+            modality=item.modality,
             hash=item.hash,
             offset=offset,
             length=last[0] + last[1] - offset,
@@ -213,3 +327,4 @@ class MediaFrontend:
         self.pool.close()
         with self._lock:
             self._cache.clear()
+            self._digests.clear()

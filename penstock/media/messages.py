@@ -21,11 +21,12 @@ class ProcessMedia(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Decode an item, process it, and write its tensors to a file."""
 
     modality: Modality
-    data: bytes  # a file, or pixels if `size` is given
+    data: bytes  # a file, or pixels if `shape` is given
     path: str  # of the file to write
-    size: tuple[int, int] | None = None  # width and height of RGB pixels
+    shape: tuple[int, ...] | None = None  # of RGB pixels: [height, width, 3], after [frames]
     kwargs: dict[str, Any] = {}  # of the processor
     io_kwargs: dict[str, Any] = {}  # of decoding
+    facts: dict[str, Any] = {}  # about frames that are given as pixels
     max_pixels: int
 
 
@@ -34,7 +35,9 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
     image_token_id: int
     row_token_id: int  # the placeholder of one of its embeddings; often the same
     video_token: str | None = None
-    video_token_ids: list[int] = []
+    video_token_id: int | None = None  # None: a text, or there is no video
+    video_row_token_id: int | None = None
+    merge: int = 0  # squares of merge x merge patches are a row; 0: items have no grid of patches
 
 
 class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.media.decode import BadMedia, decode_image
+from penstock.media.decode import BadMedia, decode_image, image_of
 from penstock.media.messages import (
     DescribeProcessor,
     MediaRequest,
@@ -51,15 +51,23 @@ def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
 def describe(processor: Any, config: Mapping[str, Any]) -> ProcessorInfo:
     """`config`: the config.json, which says which tokens embeddings replace."""
     ids = processor.tokenizer.convert_tokens_to_ids
+    image = processor.image_processor
+    has_grid = "image_grid_thw" in getattr(image, "model_input_names", ())
     image_token_id = ids(processor.image_token)
     row = config.get("image_token_id", config.get("image_token_index"))
     return ProcessorInfo(
-        processor.image_token, image_token_id, row if isinstance(row, int) else image_token_id
+        processor.image_token,
+        image_token_id,
+        row if isinstance(row, int) else image_token_id,
+        merge=image.merge_size if has_grid else 0,
     )
 
 
 def process(processor: Any, info: ProcessorInfo, request: ProcessMedia) -> ProcessedMedia:
-    image = decode_image(request.data, request.size, request.max_pixels, request.io_kwargs)
+    if request.shape is None:
+        image = decode_image(request.data, request.max_pixels, request.io_kwargs)
+    else:
+        image = image_of(request.data, request.shape, request.max_pixels)
     try:
         kwargs = processor._merge_kwargs(
             processor.valid_processor_kwargs,

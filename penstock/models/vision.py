@@ -96,7 +96,9 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
 def media_limits(model: Model, limits: StepLimits, config: EngineConfig) -> StepLimits:
     """The limits of a model that takes media. Refuses steps that cannot hold an image's span."""
     assert isinstance(model, VisionModel)
-    limits = replace_limits(limits, encoder_rows=config.media.encoder_cache_tokens)
+    limits = replace_limits(
+        limits, encoder_rows=config.media.encoder_cache_tokens, encoder_width=model.media_width
+    )
     if model.spans == "none":
         return limits
     if model.spans == "prompt":

@@ -23,6 +23,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int = 0  # prompt tokens of one request in a step; 0: no limit
     enable_chunked_prefill: bool = True
     encoder_rows: int = 0  # embeddings of media that workers keep; 0: the model takes none
+    encoder_width: int = 0  # of an embedding
     spans: SpanKind = "none"  # which tokens of prompts see each other, besides those before them
     max_span: int = 0  # the longest such span, which one step computes; 0: there are none
 

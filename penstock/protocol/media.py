@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 Modality = Literal["image", "video"]
+EMBEDS = "embeds"  # name of a tensor with an item's embeddings, which need no encoder
 
 
 class MediaTensor(msgspec.Struct, frozen=True, array_like=True):

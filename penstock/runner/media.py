@@ -13,7 +13,7 @@ import torch
 from penstock.layers.context import MediaRows
 from penstock.models.vision import MediaInputs, Positions, VisionModel
 from penstock.ops.attention import SpanRows
-from penstock.protocol.media import DropMedia, EncodeMedia, MediaItem, MediaJob
+from penstock.protocol.media import EMBEDS, DropMedia, EncodeMedia, MediaItem, MediaJob
 from penstock.protocol.step import NewRequest
 from penstock.runner.forward import ForwardInputs
 from penstock.runner.layout import StepLayout
@@ -64,7 +64,10 @@ class MediaStore:
 
     def _encode(self, items: Sequence[MediaItem]) -> None:
         inputs = [read_inputs(item, self.device) for item in items]
-        for item, rows in zip(items, self.model.encode_media(inputs), strict=True):
+        raw = [one for one in inputs if EMBEDS not in one.tensors]
+        encoded = iter(self.model.encode_media(raw) if raw else ())
+        for item, one in zip(items, inputs, strict=True):
+            rows = one.tensors[EMBEDS] if EMBEDS in one.tensors else next(encoded)
             if rows.shape != (item.num_rows, self.model.media_width):
                 raise RuntimeError(
                     f"the vision tower gives {tuple(rows.shape)} rows for {item.num_rows} "

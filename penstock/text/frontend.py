@@ -134,13 +134,15 @@ class Frontend:
         self.check_generates()
         params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
         params.validate()
-        items: list[Processed] = []
-        placed: list[MediaItem] = []
-        if media:
-            items = self._process(media)
-            text, token_ids, placed = self._tokenize_media(prompt, add_special_tokens, items)
-        else:
-            text, token_ids = self._tokenize(prompt, add_special_tokens)
+        try:
+            items, token_ids, placed = self.tokenize(
+                prompt, add_special_tokens, self.max_model_len, media
+            )
+        except TooManyTokens as error:
+            raise ContextOverflow(
+                error.num_tokens, self.max_model_len, is_exact=error.is_exact
+            ) from None
+        text = prompt if isinstance(prompt, str) else None
         self._check_prompt(token_ids)
         self._check_params(params)
         check_int("priority", priority, -(2**63), 2**63 - 1)
@@ -235,17 +237,32 @@ class Frontend:
             )
         return self.tokenizer
 
-    def _tokenize(
-        self, prompt: str | Sequence[int], add_special_tokens: bool
-    ) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str):
-            return None, list(prompt)
-        try:
-            return prompt, self.encode(prompt, add_special_tokens, limit=self.max_model_len)
-        except TooManyTokens as error:
-            raise ContextOverflow(
-                error.num_tokens, self.max_model_len, is_exact=error.is_exact
-            ) from None
+    def tokenize(
+        self,
+        prompt: str | Sequence[int],
+        add_special_tokens: bool,
+        limit: int,
+        media: Sequence[MediaContent] = (),
+    ) -> tuple[list[Processed], list[int], list[MediaItem]]:
+        """Process the media of a prompt. Returns them, its tokens, and where the media are.
+
+        Raises `TooManyTokens` for a text of more than `limit` tokens.
+        """
+        if not media:
+            if isinstance(prompt, str):
+                return [], self.encode(prompt, add_special_tokens, limit), []
+            return [], list(prompt), []
+        items = self._process(media)
+        assert self.media is not None
+        if isinstance(prompt, str):
+            expanded = self.media.expand_text(prompt, items)
+            token_ids = self.encode(expanded, add_special_tokens, limit)
+        else:
+            token_ids = self.media.expand_tokens(
+                prompt, items, lambda text: self.encode(text, add_special_tokens=False)
+            )
+        token_ids, placed = self.media.place(token_ids, items)
+        return items, token_ids, placed
 
     def _process(self, media: Sequence[MediaContent]) -> list[Processed]:
         if self.media is None:
@@ -255,21 +272,6 @@ class Frontend:
             )
         self.media.check_counts(media)
         return [self.media.process(content) for content in media]
-
-    def _tokenize_media(
-        self, prompt: str | Sequence[int], add_special_tokens: bool, items: Sequence[Processed]
-    ) -> tuple[str | None, list[int], list[MediaItem]]:
-        """As `_tokenize`, with the placeholders of the items, and where these are."""
-        assert self.media is not None
-        if isinstance(prompt, str):
-            expanded = self.media.expand_text(prompt, items)
-            _, token_ids = self._tokenize(expanded, add_special_tokens)
-        else:
-            token_ids = self.media.expand_tokens(
-                prompt, items, lambda text: self.encode(text, add_special_tokens=False)
-            )
-        token_ids, placed = self.media.place(token_ids, items)
-        return prompt if isinstance(prompt, str) else None, token_ids, placed
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -417,7 +419,7 @@ def open_media(
     if limits.encoder_rows:
         from penstock.media.frontend import MediaFrontend  # most models need none of it
 
-        frontend.media = MediaFrontend(config, source)
+        frontend.media = MediaFrontend(config, source, limits.encoder_width)
 
 
 def check_salt(cache_salt: str | None) -> None:

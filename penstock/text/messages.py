@@ -70,7 +70,7 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind is None:
         raise InputError(f"{where} must be an object with a type, got {part!r:.100}", where)
-    if kind not in ("text", "image"):  # images were taken out, with a text in their place
+    if kind not in ("text", "image", "video"):  # media were taken out, with a text in their place
         raise InputError(
             f"{where} is of type {kind!r:.100}, but this model takes text only: send parts of "
             "type 'text'",

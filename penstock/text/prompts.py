@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.media.content import MediaContent
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
-MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs")
+MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", *MEDIA_KEYS)
 
 
@@ -42,7 +42,11 @@ def read_media(prompt: Prompt) -> list[MediaContent]:
         return []
     from penstock.media.content import read_multi_modal_data
 
-    return read_multi_modal_data(prompt["multi_modal_data"], prompt.get("mm_processor_kwargs"))
+    return read_multi_modal_data(
+        prompt["multi_modal_data"],
+        prompt.get("mm_processor_kwargs"),
+        prompt.get("multi_modal_uuids"),
+    )
 
 
 def with_priorities(

@@ -190,6 +190,9 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI, default_mod
 # -- what is wrong
 
 
+IMAGE_PART = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+
+
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [
@@ -198,6 +201,11 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI, default_mod
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0]",
+            "must have image_url",
+        ),
+        (
+            {"input": [{"role": "user", "content": [IMAGE_PART]}]},
+            "input[0].content[0].image_url",
             "text only",
         ),
         ({"input": []}, "input", "at least one"),

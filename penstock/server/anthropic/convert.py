@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from penstock.conversation.media import MediaReference
 from penstock.conversation.request import NamedTool, RunOptions, ToolChoice, TurnRequest
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
@@ -13,6 +14,7 @@ from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.anthropic.protocol import (
     ClientTool,
     CountTokensRequest,
+    ImageBlock,
     InputMessage,
     MessagesRequest,
     RedactedThinkingBlock,
@@ -22,10 +24,13 @@ from penstock.server.anthropic.protocol import (
     ToolChoiceParam,
     ToolResultBlock,
     ToolUseBlock,
+    URLSource,
 )
 from penstock.server.openai.tools import check_tools
 from penstock.server.service import Service
 from penstock.text.parsing.formats import Tool
+
+Content = str | list[dict[str, Any]]
 
 
 def turn_request(service: Service, body: CountTokensRequest) -> TurnRequest:
@@ -102,27 +107,50 @@ def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
     """Yield the conversation's messages in OpenAI's chat format."""
     if body.system:
         yield {"role": "system", "content": _text(body.system)}
-    for message in body.messages:
+    for index, message in enumerate(body.messages):
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif message.role != "assistant":
-            yield from _user_messages(message)
+            yield from _user_messages(message, f"messages[{index}].content")
         else:
             yield _assistant_message(message)
 
 
-def _user_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    texts: list[TextBlock] = []
-    for block in message.content:
+def _user_messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
+    parts: list[tuple[str, TextBlock | ImageBlock]] = []  # each with its field
+    for index, block in enumerate(message.content):
+        at = f"{where}[{index}]"
         if isinstance(block, ToolResultBlock):
-            content = _text(block.content or "")
+            content: Content = block.content if isinstance(block.content, str) else ""
+            if isinstance(block.content, list):
+                content = _content([(f"{at}.content[{i}]", e) for i, e in enumerate(block.content)])
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        elif isinstance(block, TextBlock):
-            texts.append(block)
+        elif isinstance(block, (TextBlock, ImageBlock)):
+            parts.append((at, block))
         else:
             _refuse(block, message.role)
-    if texts or not message.content:
-        yield {"role": message.role, "content": _text(texts)}
+    if parts or not message.content:
+        yield {"role": message.role, "content": _content(parts)}
+
+
+def _content(parts: Sequence[tuple[str, TextBlock | ImageBlock]]) -> Content:
+    """A text, or parts of OpenAI's chat format if there are images."""
+    texts = [block for _, block in parts if isinstance(block, TextBlock)]
+    if len(texts) == len(parts):
+        return _text(texts)
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextBlock)
+        else {"type": "image_url", "image_url": MediaReference(_url(block), f"{where}.source")}
+        for where, block in parts
+    ]
+
+
+def _url(block: ImageBlock) -> str:
+    source = block.source
+    if isinstance(source, URLSource):
+        return source.url
+    return f"data:{source.media_type};base64,{source.data}"
 
 
 def _assistant_message(message: InputMessage) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.conversation.prepare import render_turn
+from penstock.conversation.prepare import tokenize_turn
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.server.anthropic.convert import turn_request
 from penstock.server.anthropic.errors import AnthropicFrame, describe_errors
@@ -77,8 +77,8 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     await service.check_model(body.model)
 
     def count() -> int:
-        prompt = render_turn(service.frontend, turn_request(service, body))
-        return len(service.frontend.encode(prompt, False, service.max_counted_tokens))
+        request = turn_request(service, body)
+        return len(tokenize_turn(service.frontend, request, service.max_counted_tokens))
 
     num_tokens = await unless_gone(request, service.in_thread(count))
     return json_response(CountTokensReply(input_tokens=num_tokens))

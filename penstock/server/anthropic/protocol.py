@@ -18,6 +18,22 @@ class TextBlock(Body):
     text: Text
 
 
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: Text
+    data: Text
+
+
+class URLSource(Body):
+    type: Literal["url"]
+    url: Text
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
+
+
 class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: Text
@@ -39,12 +55,14 @@ class ToolUseBlock(Body):
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | Items[TextBlock] | None = None
+    content: Text | Items[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = (
+        None
+    )
     is_error: bool | None = None
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.conversation.prepare import prepare_request
-from penstock.conversation.request import PromptTruncation, RunOptions, ToolChoice, TurnRequest
+from penstock.conversation.request import (
+    MediaOptions,
+    PromptTruncation,
+    RunOptions,
+    ToolChoice,
+    TurnRequest,
+)
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.params import beam_params, chat_params, completion_params
@@ -71,6 +77,7 @@ def turn_request(
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         options=_run_options(asks, special) if asks else RunOptions(special),
+        media=MediaOptions(body.mm_processor_kwargs, body.media_io_kwargs),
     )
 
 

@@ -145,16 +145,28 @@ class CompletionRequest(CompletionBody):
     suffix: Text | None = Field(None, description="Not supported.")
 
 
-class ImageURL(Body):
+class MediaURL(Body):
     model_config = ConfigDict(extra="allow")
-    url: Text = Field(description="A data URL, such as data:image/png;base64,...")
+    url: Text = Field(
+        description="A data URL, such as data:image/png;base64,..., an http or https URL, or a "
+        "file URL if the server allows them."
+    )
 
 
 class ContentPart(Body):
     model_config = ConfigDict(extra="allow")
-    type: Text = Field(description="text, or image_url if the model takes images.")
+    type: Text = Field(description="text, image_url, video_url or image_embeds.")
     text: Text | None = None
-    image_url: ImageURL | Text | None = Field(None, description="A data URL of an image.")
+    image_url: MediaURL | Text | None = Field(None, description="An image.")
+    video_url: MediaURL | Text | None = Field(None, description="A video.")
+    image_embeds: Text | dict[str, Any] | None = Field(
+        None, description="A .npy file in base64. Requires --enable-mm-embeds."
+    )
+    uuid: Text | None = Field(
+        None,
+        description="Name of the item. With it, a later request may leave the content out, as long "
+        "as the server keeps the item.",
+    )
 
 
 class ChatMessage(Body):
@@ -189,6 +201,13 @@ class ChatTemplateBody(Body):
     )
     tools: Tools[ToolDefinition] | None = Field(
         None, description="Functions and custom tools that the model may call."
+    )
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="Arguments of the model's image processor."
+    )
+    media_io_kwargs: dict[str, dict[str, Any]] | None = Field(
+        None,
+        description="How media are decoded, by modality, such as {video: {num_frames: 16}}.",
     )
     reasoning_effort: Effort | None = Field(
         None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.conversation.prepare import render_turn
+from penstock.conversation.prepare import tokenize_turn
 from penstock.protocol.errors import InputError
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors
@@ -73,10 +73,8 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeReply:
     if (body.prompt is None) == (body.messages is None):
         raise InputError("give either prompt or messages", "prompt")
     if body.messages is not None:
-        text = render_turn(
-            service.frontend, turn_request(body, body.messages, frontend.default_params)
-        )
-        token_ids = frontend.encode(text, bool(body.add_special_tokens), service.max_counted_tokens)
+        turn = turn_request(body, body.messages, frontend.default_params)
+        token_ids = tokenize_turn(frontend, turn, service.max_counted_tokens)
     else:
         assert body.prompt is not None
         adds = body.add_special_tokens is not False

@@ -70,5 +70,5 @@ def find_version(asked: EngineConfig, present: Frontend) -> Version:
         )
     frontend.pool, frontend.pooling = present.pool, present.pooling
     if present.media is not None:
-        frontend.media = MediaFrontend(config.media, source)
+        frontend.media = MediaFrontend(config.media, source, present.media.width)
     return Version(config, frontend, system_fingerprint(config, source.fingerprint))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.conversation.prepare import render_turn
+from penstock.conversation.prepare import tokenize_turn
 from penstock.conversation.request import NamedTool, ToolChoice, TurnRequest
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
@@ -270,10 +270,9 @@ def _fit(service: Service, request: TurnRequest) -> TurnRequest:
 
     def fits(candidate: TurnRequest) -> bool:
         try:
-            frontend.encode(render_turn(service.frontend, candidate), False, limit=room)
+            return len(tokenize_turn(frontend, candidate, room)) <= room
         except TooManyTokens:
             return False
-        return True
 
     fewest, most = 0, max(len(request.messages) - first - 1, 0)  # the last one is answered
     while fewest < most:

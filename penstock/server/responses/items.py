@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from penstock.conversation.media import MediaReference
+from penstock.protocol.errors import InputError
 from penstock.server.openai.custom_tools import arguments_of
 from penstock.server.schema.base import Body
 
@@ -59,7 +61,8 @@ def as_messages(
         messages.extend(results)
         results.clear()
         last = messages[-1] if messages else {}
-        if message["role"] == "system" == last.get("role") and len(messages) == 1:
+        is_text = isinstance(message["content"], str)
+        if message["role"] == "system" == last.get("role") and len(messages) == 1 and is_text:
             last["content"] += "\n\n" + message["content"]
         else:
             messages.append(message)
@@ -71,7 +74,7 @@ def as_messages(
             add({"role": "assistant", "content": ""})
         return messages[-1]
 
-    for item in items:
+    for index, item in enumerate(items):
         match item["type"]:
             case "message" if item["role"] == "assistant":
                 assistant("content", "tool_calls")["content"] = _text(item["content"])
@@ -79,7 +82,8 @@ def as_messages(
                 role = item["role"]
                 if role == "developer" and not knows_developers:
                     role = "system"
-                add({"role": role, "content": _text(item["content"])})
+                where = f"input[{index}].content"
+                add({"role": role, "content": _content(item["content"], where)})
             case "reasoning":
                 parts = item.get("content") or item.get("summary") or []
                 if parts:
@@ -96,7 +100,8 @@ def as_messages(
                 assistant().setdefault("tool_calls", []).append(call)
                 results.append(as_result(item["id"], _mcp_output(item)))
             case "function_call_output" | "custom_tool_call_output":
-                add(as_result(item["call_id"], _text(item["output"])))
+                output = _content(item["output"], f"input[{index}].output")
+                add(as_result(item["call_id"], output))
     return messages + results
 
 
@@ -105,7 +110,7 @@ def as_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def as_result(call_id: str, output: str) -> dict[str, Any]:
+def as_result(call_id: str, output: str | list[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": output}
 
 
@@ -114,6 +119,23 @@ def _mcp_output(item: Item) -> str:
         return str(item["output"])
     error = item.get("error")
     return error if isinstance(error, str) else json.dumps(error or "no output")
+
+
+def _content(content: str | Sequence[dict[str, Any]], where: str) -> str | list[dict[str, Any]]:
+    """A text, or parts of OpenAI's chat format if there are images."""
+    if isinstance(content, str) or all(part["type"] != "input_image" for part in content):
+        return _text(content)
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        if part["type"] != "input_image":
+            parts.append({"type": "text", "text": _text([part])})
+            continue
+        at = f"{where}[{index}]"
+        if not part.get("image_url"):
+            raise InputError(f"{at} must have image_url: files are not kept here", at)
+        reference = MediaReference(part["image_url"], f"{at}.image_url")
+        parts.append({"type": "image_url", "image_url": reference})
+    return parts
 
 
 def _text(content: str | Sequence[dict[str, Any]]) -> str:

@@ -30,6 +30,13 @@ class InputTextPart(Body):
     text: Text
 
 
+class InputImagePart(Body):
+    type: Literal["input_image"]
+    image_url: Text | None = Field(None, description="A data URL, or an http or https URL.")
+    detail: Text | None = Field(None, description="Accepted without effect.")
+    file_id: Text | None = Field(None, description="Not supported.")
+
+
 class RefusalPart(Body):
     type: Literal["refusal"]
     refusal: Text
@@ -47,17 +54,19 @@ class ReasoningPart(Body):
 
 def _kind_of_part(value: Any) -> str | None:
     kind = type_of(value)
-    if kind == "refusal":
-        return "a refusal"
+    if kind in ("refusal", "input_image"):
+        return "a refusal" if kind == "refusal" else "an image"
     return "a text" if kind in ("input_text", "output_text", "text") else None
 
 
 # Tags are not identifiers, so errors leave them out of a field's path, see `errors.explain`.
 Part = Annotated[
-    Annotated[InputTextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Annotated[InputTextPart, Tag("a text")]
+    | Annotated[InputImagePart, Tag("an image")]
+    | Annotated[RefusalPart, Tag("a refusal")],
     chosen_by(
         _kind_of_part,
-        "must be an object of type input_text, output_text or refusal: this model takes text only",
+        "must be an object of type input_text, input_image, output_text or refusal",
     ),
 ]
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
-from penstock.conversation.prepare import render_turn
+from penstock.conversation.prepare import tokenize_turn
 from penstock.protocol.errors import InputError
 from penstock.server.adapters.holds import held_for_longer
 from penstock.server.http.errors import NotFound
@@ -96,8 +96,8 @@ class ResponseRunner:
             offered = offer_tools(body, self._tool_servers)
             items = [*history.items.read(), *input_items(body.input)]
             with renamed_fields():
-                prompt = render_turn(service.frontend, turn_request(service, body, items, offered))
-                return len(service.frontend.encode(prompt, False, service.max_counted_tokens))
+                request = turn_request(service, body, items, offered)
+                return len(tokenize_turn(service.frontend, request, service.max_counted_tokens))
 
         return await service.in_thread(count)
 

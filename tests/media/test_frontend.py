@@ -1,0 +1,126 @@
+"""MediaFrontend: names of items, embeddings, and what is kept."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_vision import InProcessMedia, make_vision_checkpoint, picture
+
+from penstock import LLM, SamplingParams
+from penstock.confined.scope import JobScope
+from penstock.media.content import MediaContent, read_item
+from penstock.protocol.errors import InputError
+
+OPTIONS: Any = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 100}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPT = "<|user|><|vision_start|><|image_pad|><|vision_end|>Say<|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder: Path = make_vision_checkpoint(tmp_path_factory.mktemp("vision"), "qwen2_5_vl")
+    with LLM(str(folder), **OPTIONS, enable_mm_embeds=True) as opened:
+        opened.frontend.media.pool = InProcessMedia(folder)
+        yield opened
+
+
+def ask(llm: LLM, image: Any, uuid: str | None = None) -> list[int]:
+    data = {"image": [image]}
+    prompt = {"prompt": PROMPT, "multi_modal_data": data, "multi_modal_uuids": {"image": [uuid]}}
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
+def test_an_item_may_be_left_out_after_it_was_sent_with_a_uuid(llm: LLM) -> None:
+    image = picture(60, 60)
+    expected = ask(llm, image, "cat")
+    assert ask(llm, None, "cat") == expected
+    with pytest.raises(InputError, match="nothing is kept for uuid 'dog'"):
+        ask(llm, None, "dog")
+
+
+def test_a_uuid_belongs_to_its_tenant_and_its_options(llm: LLM) -> None:
+    media = llm.frontend.media
+    sent = read_item(picture(60, 60, 5), "image", "x", "secret")
+    left_out = MediaContent(modality="image", where="x", uuid="secret")
+    JobScope("alice").run(media.process, sent)
+    mine: Any = JobScope("alice").run(media.process, MediaContent(
+        modality="image", where="x", uuid="secret"))  # fmt: skip
+    assert mine.num_bytes
+    with pytest.raises(InputError, match="nothing is kept"):
+        JobScope("bob").run(media.process, left_out)
+    smaller = MediaContent(
+        modality="image", where="x", uuid="secret", kwargs={"max_pixels": 28 * 28 * 4}
+    )
+    with pytest.raises(InputError, match="nothing is kept"):
+        JobScope("alice").run(media.process, smaller)
+
+
+def encoded(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def messages(embeds: str, **more: Any) -> list[Any]:
+    part = {"type": "image_embeds", "image_embeds": embeds, **more}
+    return [{"role": "user", "content": [part, {"type": "text", "text": "Say"}]}]
+
+
+def test_embeddings_replace_the_tower(llm: LLM) -> None:
+    """The tower's own rows, sent as embeddings, give the tokens of the image."""
+    image = picture(56, 84)
+    expected = ask(llm, image)
+    store = llm.engine.executor.worker.runner.media
+    rows = list(store._rows.values())[-1]
+    data = {"image_embeds": rows, "image_grid_thw": [1, 6, 4]}
+    assert ask(llm, data) == expected
+    array = rows.float().numpy()
+    (output,) = llm.chat(messages(encoded(array), image_grid_thw=[1, 6, 4]), GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("array", "grid", "says"),
+    [
+        (np.zeros((6, 63), np.float32), [1, 6, 4], r"\[rows, 64\]"),
+        (np.zeros((6, 64), np.float32), [1, 6, 6], "image_grid_thw"),
+        (np.zeros((6, 64), np.float32), None, "image_grid_thw"),
+        (np.zeros((6, 64), np.float32), [1, -6, 4], "image_grid_thw"),
+        (np.zeros((6, 64), np.int64), [1, 6, 4], "floats"),
+        (np.zeros((6, 64), np.float64), [1, 6, 4], "floats"),
+        (np.zeros(64, np.float32), [1, 6, 4], "floats"),
+        (np.full((6, 64), np.nan, np.float32), [1, 6, 4], "NaN"),
+        (np.full((6, 64), np.inf, np.float16), [1, 6, 4], "NaN or infinity"),
+        (np.zeros((20000, 64), np.float16), [1, 400, 200], "encoder_cache_tokens"),
+        (np.array([["a"]], dtype=object), [1, 6, 4], "npy"),
+    ],
+)
+def test_wrong_embeddings_are_refused(llm: LLM, array: Any, grid: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        llm.chat(messages(encoded(array), image_grid_thw=grid), GREEDY, use_tqdm=False)
+
+
+def test_embeddings_that_are_no_file_are_refused(llm: LLM) -> None:
+    header = (
+        b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (9999999, 64)}"
+    )
+    for given in ("", "!!", base64.b64encode(b"abc").decode(), base64.b64encode(header).decode()):
+        with pytest.raises(InputError, match="npy"):
+            llm.chat(messages(given), GREEDY, use_tqdm=False)
+
+
+def test_embeddings_need_the_option(llm: LLM) -> None:
+    media = llm.frontend.media
+    content = read_item(np.zeros((6, 64), np.float32), "image", "x")
+    config = media.config
+    object.__setattr__(config, "enable_mm_embeds", False)
+    with pytest.raises(InputError, match="enable-mm-embeds"):
+        media.process(content)
+    object.__setattr__(config, "enable_mm_embeds", True)
