@@ -1,15 +1,17 @@
-"""Everything at once: requests that use every feature, some with LoRA adapters, in engines with any
-options, among aborts, failing steps and drafts. Each gives what it gives alone, and nothing is kept
-of it."""
+"""Everything at once: requests that use every feature, some with LoRA adapters and images, in
+engines with any options, among aborts, failing steps and drafts. Each gives what it gives alone,
+and nothing is kept of it."""
 
 from __future__ import annotations
 
 import gc
+import json
 import random
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -22,6 +24,7 @@ from stages import local_stages, stages_of
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
 from tiny_engine import as_replay
 from tiny_models import make_checkpoint
+from tiny_vision import InProcessMedia, make_vision_checkpoint, picture
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
@@ -29,6 +32,7 @@ from penstock.engine.lora_requests import with_adapters
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
 from penstock.loading.adapters.source import adapter_digest
+from penstock.media.content import read_multi_modal_data
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.errors import OutOfMemory
 from penstock.protocol.kv import AnyKVCacheSpec, RecurrentSpec
@@ -44,7 +48,9 @@ from penstock.text.frontend import PreparedRequest
 
 __all__ = ["local_stages"]
 
-VARIANTS = ["llama", "qwen2_windowed", "deepseek_v2_lite", "qwen3_next", "mimo"]
+TEXT_VARIANTS = ["llama", "qwen2_windowed", "deepseek_v2_lite", "qwen3_next", "mimo"]
+WITH_IMAGES = "qwen2_vl"
+VARIANTS = [*TEXT_VARIANTS, WITH_IMAGES]
 MAX_MODEL_LEN = 96
 GRAMMARS = [
     Structured(regex="(ab|é€|x[0-9]{3}){4}!"),
@@ -58,6 +64,7 @@ ADAPTED = {  # the layers that adapters change
     "deepseek_v2_lite": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
     "qwen3_next": ["q_proj", "out_proj", "o_proj"],
     "mimo": ["q_proj", "o_proj", "down_proj"],
+    WITH_IMAGES: ["q_proj", "o_proj", "down_proj"],
 }
 SPECULATION: list[dict[str, Any]] = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
@@ -66,8 +73,17 @@ SPECULATION: list[dict[str, Any]] = [
 ]
 TARGETS_WITH_MTP = ("mimo", "qwen3_next")
 NUM_ADAPTERS = 3  # more than slots
-Case = tuple[list[int], SamplingParams]
+FIRST_TOKEN = 9  # after all special tokens
+IMAGE = [5, 7, 6]  # the placeholder and what surrounds it
+IMAGE_SHAPES = ((56, 56), (56, 112))  # 4 and 8 tokens
+MAX_IMAGE_LEN = 10
 TOLERANCE = 1e-3  # of logprobs, where rows' numbers depend on the batch in their last bits
+
+
+class Case(NamedTuple):
+    prompt: list[int]
+    params: SamplingParams
+    images: Sequence[Any] = ()
 
 
 @dataclass
@@ -114,32 +130,43 @@ def some_params(rng: random.Random, most: int) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def some_cases(rng: random.Random, count: int) -> list[Case]:
-    """Prompts that begin alike, for a while."""
-    text = [rng.randrange(5, VOCAB_SIZE) for _ in range(66)]
+def some_cases(rng: random.Random, count: int, with_images: bool) -> list[Case]:
+    """Prompts that begin alike, for a while. Some have images, and some of these the same ones."""
+    text = [rng.randrange(FIRST_TOKEN, VOCAB_SIZE) for _ in range(66)]
     cases = []
     for _ in range(count):
         length = rng.choice([1, 2, 8, 17, 40, 66])
         fork = rng.randrange(length + 1) if rng.random() < 0.4 else length
-        rest = [rng.randrange(5, VOCAB_SIZE) for _ in range(length - fork)]
-        cases.append((text[:fork] + rest, some_params(rng, MAX_MODEL_LEN - length)))
+        rest = [rng.randrange(FIRST_TOKEN, VOCAB_SIZE) for _ in range(length - fork)]
+        prompt, images = text[:fork] + rest, []
+        while with_images and len(images) < 2 and rng.random() < 0.6:
+            at = min(rng.choice([4, 12]), len(prompt))
+            prompt[at:at] = IMAGE
+            images.insert(0, picture(*rng.choice(IMAGE_SHAPES), seed=rng.randrange(2)))
+            length += MAX_IMAGE_LEN
+        cases.append(Case(prompt, some_params(rng, MAX_MODEL_LEN - length), images))
     return cases
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp(request.param)
-    make = make_target if request.param in TARGETS_WITH_MTP else make_checkpoint
-    path = make(folder, request.param, vocab_size=VOCAB_SIZE)
-    make_byte_tokenizer().save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
-    cases = some_cases(random.Random(request.param), 14)
+    with_images = request.param == WITH_IMAGES
+    if with_images:
+        path = make_vision_checkpoint(folder, request.param)
+    else:
+        make = make_target if request.param in TARGETS_WITH_MTP else make_checkpoint
+        path = make(folder, request.param, vocab_size=VOCAB_SIZE)
+        make_byte_tokenizer().save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    cases = some_cases(random.Random(request.param), 14, with_images)
     variants = [None, *(some_adapter(path, request.param, seed) for seed in range(NUM_ADAPTERS))]
     adapters = [variants[index % len(variants)] for index in range(len(cases))]
     with engine(path, enable_prefix_caching=False, max_num_seqs=2) as llm:
-        alone = [run_alone(llm, *case, own) for case, own in zip(cases, adapters, strict=True)]
+        alone = [run_alone(llm, case, own) for case, own in zip(cases, adapters, strict=True)]
         plain = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        by_variant = [run_alone(llm, list(range(5, 40)), plain, variant) for variant in variants]
+        text = Case(list(range(FIRST_TOKEN, 40)), plain)
+        by_variant = [run_alone(llm, text, variant) for variant in variants]
         specs = llm.engine.executor.capabilities.kv_specs
     assert len({tuple(output.outputs[0].token_ids) for output in by_variant}) == len(variants)
     assert [output.error for output in alone] == [None] * len(alone)
@@ -149,11 +176,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def some_speculation(path: Path, variant: str) -> list[dict[str, Any]]:
     """Methods with heads of their own, besides those that need none."""
     found = [*SPECULATION]
-    if variant in ("llama", "qwen2_windowed"):
-        head, _ = make_head(path / "eagle3", path)
+    if variant in ("llama", "qwen2_windowed", WITH_IMAGES):
+        target = path / "language"  # the settings of the language model, at the top
+        target.mkdir()
+        settings = json.loads((path / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps(settings.get("text_config", settings)))
+        head, _ = make_head(path / "eagle3", target)
         found.append({"method": "eagle3", "model": str(head)})
-        found.append({"method": "eagle", "model": str(make_eagle(path / "eagle", path))})
-        found.append({"method": "medusa", "model": str(make_heads(path / "medusa", path))})
+        found.append({"method": "eagle", "model": str(make_eagle(path / "eagle", target))})
+        found.append({"method": "medusa", "model": str(make_heads(path / "medusa", target))})
     if variant in TARGETS_WITH_MTP:
         found += [{"method": "mtp", "num_speculative_tokens": count} for count in (1, 3)]
     return found
@@ -161,21 +192,31 @@ def some_speculation(path: Path, variant: str) -> list[dict[str, Any]]:
 
 def some_adapter(checkpoint: Path, variant: str, seed: int) -> Adapter:
     folder = checkpoint / f"adapter-{seed}"
-    make_adapter(folder, checkpoint, seed, r=4, target_modules=ADAPTED[variant])
+    auto = "AutoModelForImageTextToText" if variant == WITH_IMAGES else "AutoModelForCausalLM"
+    make_adapter(folder, checkpoint, seed, auto, r=4, target_modules=ADAPTED[variant])
     return Adapter(folder.name, adapter_digest(folder), str(folder))
 
 
-def run_alone(
-    llm: LLM, prompt: list[int], params: SamplingParams, adapter: Adapter | None
-) -> RequestOutput:
-    own = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
-    request = llm.frontend.prepare("alone", prompt, own)
-    return llm._run(with_adapters([request], [adapter]), use_tqdm=False)[0]
+def prepare(
+    llm: LLM, request_id: str, case: Case, adapter: Adapter | None, **options: Any
+) -> PreparedRequest:
+    params = msgspec.structs.replace(case.params, output_kind=OutputKind.FINAL_ONLY)
+    if case.images:
+        options["media"] = read_multi_modal_data({"image": list(case.images)}, None)
+    request = llm.frontend.prepare(request_id, case.prompt, params, **options)
+    return with_adapters([request], [adapter])[0]
+
+
+def run_alone(llm: LLM, case: Case, adapter: Adapter | None) -> RequestOutput:
+    return llm._run([prepare(llm, "alone", case, adapter)], use_tqdm=False)[0]
 
 
 def engine(path: Path, **options: Any) -> LLM:
     settings = {"max_model_len": MAX_MODEL_LEN, "enable_lora": True, "max_loras": 2, **options}
-    return open_llm(str(path), **settings)
+    llm = open_llm(str(path), **settings)
+    if llm.frontend.media is not None:
+        llm.frontend.media.pool = InProcessMedia(path)
+    return llm
 
 
 def some_options(rng: random.Random, specs: dict[str, AnyKVCacheSpec]) -> dict[str, Any]:
@@ -242,19 +283,19 @@ class Client:
         self.llm._withdraw([])
 
     def send(self, index: int) -> None:
-        prompt, params = self.model.cases[index]
+        case = self.model.cases[index]
         seen: list[int] = []
-        if params.n == 1 and self.rng.random() < 0.3:
+        if case.params.n == 1 and self.rng.random() < 0.3:
             tokens = self.model.alone[index].outputs[0].token_ids
             seen = tokens[: self.rng.randrange(len(tokens))]
-        request = self.llm.frontend.prepare(
+        request = prepare(
+            self.llm,
             str(len(self.waiting)),
-            prompt,
-            msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY),
+            case,
+            self.model.adapters[index],
             priority=self.rng.randrange(3),
             cache_salt=self.rng.choice([None, None, "salt"]),
         )
-        (request,) = with_adapters([request], [self.model.adapters[index]])
         if seen:
             request = as_replay(request, seen)
         self.sent[request.request_id] = request, index
@@ -344,6 +385,8 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
         client.run()
         assert client.num_compared + client.num_aborts == len(model.cases)
         assert_nothing_is_kept(llm)
+        if isinstance(drafter, DraftModelDrafter):
+            assert not hasattr(drafter.model, "visual"), "a tower that nobody uses"
 
 
 @pytest.mark.parametrize(
@@ -367,6 +410,7 @@ STAGED_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in rang
 
 
 @pytest.mark.usefixtures("local_stages")
+@pytest.mark.parametrize("model", TEXT_VARIANTS, indirect=True)
 @pytest.mark.parametrize("seed", STAGED_SEEDS)
 def test_pipeline_stages_give_what_one_rank_gives_alone(model: Model, seed: int) -> None:
     rng = random.Random(seed)

@@ -120,13 +120,19 @@ SINGLE_EXPERTS = {
 }
 
 
-def make_adapter(folder: Path, checkpoint: Path, seed: int = 0, **settings: Any) -> Path:
+def make_adapter(
+    folder: Path,
+    checkpoint: Path,
+    seed: int = 0,
+    auto: str = "AutoModelForCausalLM",
+    **settings: Any,
+) -> Path:
     """Write a random adapter for a checkpoint. `settings` are those of peft's LoraConfig."""
     import peft
     import transformers
 
     config = peft.LoraConfig(**{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"} | settings)
-    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    base = getattr(transformers, auto).from_pretrained(checkpoint, dtype=torch.float32)
     peft.get_peft_model(base, config).save_pretrained(folder)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
