@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, ModelError
 
 _HELP = "help"
 
@@ -161,11 +161,11 @@ def parse_keys(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming_option(name: str) -> Iterator[None]:
-    """Errors in the settings within an option begin with its name."""
+    """Errors in the settings within an option, and in what they name, begin with its name."""
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__
 
 
 def refuse_unknown_option(name: str, known: Iterable[str]) -> NoReturn:

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from penstock.config import EngineConfig
+from penstock.config.options import naming_option
 from penstock.distributed.mesh import Mesh
 from penstock.distributed.stage_link import StageLink
 from penstock.executor.base import Capabilities
@@ -101,7 +102,8 @@ class Worker:
 
             self.limits = media_limits(self.model, self.limits, config)
         if drafter is not None:
-            drafter.load(DraftSetup(self.model, config, source, platform, mesh, self.limits))
+            with naming_option("speculative_config"):
+                drafter.load(DraftSetup(self.model, config, source, platform, mesh, self.limits))
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None

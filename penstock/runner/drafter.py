@@ -54,7 +54,8 @@ class DraftSetup:
         model = replace(config.model, model=name, revision=None, hf_overrides=None)
         load = replace(config.load, quantization=quantization, merge_lora=None)
         parallel = replace(config.parallel, tensor_parallel_size=self.draft_mesh.tp.size)
-        return replace(config, model=model, load=load, parallel=parallel)
+        media = replace(config.media, language_model_only=True)  # drafters read tokens
+        return replace(config, model=model, load=load, parallel=parallel, media=media)
 
     def check_sizes(self, what: str, head: Model, target_size: int | None = None) -> None:
         """Raise ConfigError unless a head has the target's sizes."""

@@ -19,7 +19,7 @@ from torch import nn
 from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.matrix import MatrixLayer
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, ModelError
 from penstock.runner.drafters.draft_model import DraftModelDrafter
 from penstock.scheduler.plan import PlannedStep
 
@@ -300,6 +300,11 @@ def test_another_vocabulary_is_refused(tiny_llama: str, tmp_path: Path) -> None:
     draft = make_checkpoint(tmp_path, "llama", vocab_size=300)
     with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens.* 256.*same family"):
         open_llm(tiny_llama, speculative_config={"method": "draft_model", "model": str(draft)})
+
+
+def test_a_draft_model_that_is_not_there_is_told_from_the_target(tiny_llama: str) -> None:
+    with pytest.raises(ModelError, match=r"speculative_config: no model at '/nowhere'"):
+        open_llm(tiny_llama, speculative_config={"method": "draft_model", "model": "/nowhere"})
 
 
 def test_a_recurrent_draft_model_is_refused(tiny_llama: str, tmp_path: Path) -> None:

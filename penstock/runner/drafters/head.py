@@ -5,9 +5,9 @@ step's rows right after the target, with the target's own positions and block ta
 it needs: no row waits for a token that is not sampled yet. Rows of rejected drafts are computed
 again with the next step, like the target's. After a prefix hit one row lacks its hidden state.
 
-On a CPU, decode steps after which nothing is proposed are not observed, so the head's cache lacks
-their rows. Their blocks enter the prefix cache all the same: the target would have to compute them
-again otherwise, and the head cannot, without its hidden states. It costs acceptance only.
+Decode steps after which nothing is proposed are not observed, so the head's cache lacks their rows.
+Their blocks enter the prefix cache all the same: the target would have to compute them again
+otherwise, and the head cannot, without its hidden states. It costs acceptance only.
 """
 
 from __future__ import annotations
