@@ -127,6 +127,7 @@ class VisionAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = build.ops
+        self.rotate_rows = build.ops.find("rotate_rows")  # in place
         self.num_heads = num_heads
         self.head_dim = hidden_size // num_heads
         self.fused = fused
@@ -149,14 +150,14 @@ class VisionAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:  # over all heads together
             query = self.q_norm(query.flatten(1)).view_as(query)
             key = self.k_norm(key.flatten(1)).view_as(key)
-        if angles is not None:
+        if angles is not None and self.rotate_rows is not None:
+            self.rotate_rows(query, key, *angles)
+        elif angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
+        if key.stride() != value.stride():  # the fast kernels read both in the same way
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         attended = self.ops.varlen_attention(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            segments.starts,
-            self.head_dim**-0.5,
+            query, key, value, segments.starts, self.head_dim**-0.5
         ).flatten(1)
         return self.proj(attended) if self.fused else self.out_proj(attended)
 

@@ -23,6 +23,7 @@ from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
 from penstock.ops.triton.sharded_sampling import best_of_share, draw_from_share, shared_cutoff
 from penstock.ops.triton.varlen_attention import varlen_attention
+from penstock.ops.triton.vision_rotary import rotate_rows
 
 __all__ = [
     "add_rms_norm",
@@ -55,6 +56,7 @@ __all__ = [
     "prepare_table",
     "prepare_w4",
     "rms_norm",
+    "rotate_rows",
     "route",
     "shared_cutoff",
     "silu_mul",
