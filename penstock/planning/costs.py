@@ -25,9 +25,11 @@ ATTENTION = 3.6e-6
 STEP = 0.03e-3  # inputs, and sampling beyond the logits' bytes
 # A sum over ranks, beyond its bytes; assumed. The kernel's 3.1 us were measured without a link.
 PEER_SUM = 4e-6  # over peer memory
-SUM = 12e-6  # with NCCL
+SUM = 12e-6  # with NCCL, or another exchange
+LAUNCH = 8e-6  # of a kernel by the host, without CUDA graphs; assumed
 
 SMALL_KERNELS = 4  # per layer, experts aside
+EXPERT_KERNELS = 12  # per layer with experts that are spread over replicas
 LOGIT_PASSES = 3  # times that logits are read or written
 NORM_PASSES = 8  # times that a layer's norms read or write the hidden states
 
@@ -41,9 +43,24 @@ class Step:
     num_prompt: int = 0
     prompt_context: float = 0.0  # tokens that a prompt's token attends to, on average
     num_sampled: int = 0
+    is_alone: bool = False  # no other replica that experts are shared with has tokens
+
+
+def pass_seconds(stages: Sequence[RankShape], gpu: Gpu, step: Step) -> float:
+    """A step through all pipeline stages. Between two, hidden states and residuals are sent."""
+    shape, rows = stages[0], step.num_decodes + step.num_prompt
+    num_bytes = 2 * rows * shape.hidden_size * shape.element_size / shape.tp
+    hop = SUM + num_bytes / (gpu.link * 1e9)
+    return sum(step_seconds(own, gpu, step) for own in stages) + (len(stages) - 1) * hop
+
+
+def interval_seconds(stages: Sequence[RankShape], gpu: Gpu, step: Step) -> float:
+    """Between two steps, if all stages have one: the time of the slowest."""
+    return max(step_seconds(own, gpu, step) for own in stages)
 
 
 def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
+    """On one rank, with its stage's layers."""
     bandwidth, flops = gpu.bandwidth * 1e12, gpu.flops * 1e12
     rows = step.num_decodes + step.num_prompt
     latency = ONE_ROW if rows == 1 else MATMUL_LATENCY
@@ -62,12 +79,18 @@ def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
         seconds += latency + matmul(head.num_bytes, head.num_weights, step.num_sampled)
         logits = step.num_sampled * shape.vocab_rows * shape.element_size
         seconds += LOGIT_PASSES * logits / (CACHE * bandwidth)
+    lanes = shape.partition.num_lanes
+    routed_rows = rows if step.is_alone else rows * lanes
     for layer in shape.experts:
-        reached = layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** rows)
+        reached = layer.num_own * (1 - (1 - layer.top_k / layer.num_experts) ** routed_rows)
         # One kernel routes, two multiply. Blocks of one expert's rows are too small to read the
         # next weights behind the computation.
         seconds += small + 2 * latency + reached * layer.num_bytes / (WEIGHTS * bandwidth)
-        seconds += 2 * layer.num_weights * layer.top_k * rows / (MATMUL * flops)
+        chosen = layer.top_k * layer.num_own / layer.num_experts  # experts here, of a token
+        seconds += 2 * layer.num_weights * chosen * routed_rows / (MATMUL * flops)
+        if lanes > 1:  # to the experts and back
+            sent = rows / shape.tp * layer.top_k * shape.hidden_size * shape.element_size
+            seconds += 2 * (SUM + sent / (gpu.link * 1e9))
         written += layer.top_k * (layer.width + 2 * shape.hidden_size)
     written += NORM_PASSES * shape.hidden_size * shape.num_layers
     seconds += shape.num_layers * (SMALL_KERNELS * small + ATTENTION)
@@ -76,6 +99,10 @@ def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
     if shape.tp > 1:
         num_bytes = rows * shape.hidden_size * shape.element_size
         seconds += shape.num_sums * _sum_seconds(num_bytes, shape.tp, gpu)
+    if shape.partition.is_eager:
+        num_kernels = len(shape.matrices) + shape.num_layers * (SMALL_KERNELS + 1)
+        num_kernels += EXPERT_KERNELS * len(shape.experts)
+        seconds = max(seconds, STEP + LAUNCH * num_kernels)
     return seconds
 
 

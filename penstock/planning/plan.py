@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,9 +15,10 @@ from penstock.config.quantization import find_quantization_config
 from penstock.kvcache.layout import blocks_for_request, longest_request, plan_layout
 from penstock.loading.source import ModelSource
 from penstock.models.runtime import Dtypes, resolve_dtypes, resolve_limits
-from penstock.planning.costs import Step, step_seconds
-from penstock.planning.hardware import GIB, GPUS, Gpu
-from penstock.planning.shapes import RankShape, shape_of
+from penstock.planning.costs import Step, interval_seconds, pass_seconds
+from penstock.planning.hardware import GIB, GPUS, PCIE, Gpu
+from penstock.planning.shapes import Partition, RankShape, shape_of
+from penstock.planning.ways import MOST_RANKS, Way, list_ways
 from penstock.platforms.platform import gpu_platform
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.limits import StepLimits
@@ -27,7 +29,6 @@ COLLECTIVES = int(0.5 * GIB)  # NCCL's buffers
 FIXED = 2 * GIB  # that the engine keeps for graphs and tables
 HIDDEN_COPIES = 3  # of the hidden states, in the largest step
 LOGIT_BYTES = 6  # of a logit while tokens are chosen: in 16 and in 32 bits
-MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Split:
-    """A model over `tp` GPUs, `dp` times. Sizes are bytes of one GPU."""
+    """A model over `tp` x `pp` GPUs, `dp` times. Sizes are bytes of one GPU.
+
+    With several stages, they are those of the stage that has the least memory left.
+    """
 
     tp: int
+    pp: int
+    ep: int  # GPUs that experts are spread over, of all replicas; 1: slices of each expert
     dp: int
     weight_bytes: int
     step_bytes: int  # what the largest step and the engine need besides
@@ -76,7 +82,7 @@ class Plan:
     input_len: int
     output_len: int
     splits: tuple[Split, ...]
-    refused: dict[int, str]  # by tp: why the model cannot be split so
+    refused: dict[str, str]  # such as "tp=3": why the model cannot be split so
 
     @property
     def best(self) -> Split:
@@ -113,6 +119,7 @@ class Planner:
         platform = gpu_platform(torch.device("cuda"), gpu.memory)
         self.config, self.source, self.gpu = config, source, gpu
         self.input_len, self.output_len = input_len, output_len
+        self._stages: dict[Partition, tuple[RankShape, ...]] = {}
         self.dtypes: Dtypes = resolve_dtypes(config, source.config, platform)
         self.limits: StepLimits = resolve_limits(config, source.config, platform)
         if input_len + output_len > self.limits.max_model_len:
@@ -126,30 +133,45 @@ class Planner:
         is_stored_so = find_quantization_config(self.source.config) is not None
         return is_stored_so or bool(self.config.load.quantization) or self.source.gguf is not None
 
-    def shape(self, tp: int) -> RankShape:
-        return shape_of(self.config, self.source, self.dtypes, self.limits.max_model_len, tp)
+    def stages(self, partition: Partition) -> tuple[RankShape, ...]:
+        """The first rank of each pipeline stage."""
+        if partition not in self._stages:
+            self._stages[partition] = tuple(
+                shape_of(
+                    *(self.config, self.source, self.dtypes, self.limits.max_model_len),
+                    *(partition, stage),
+                )
+                for stage in range(partition.pp)
+            )
+        return self._stages[partition]
 
-    def split(self, shape: RankShape, dp: int) -> Split:
+    def split(self, partition: Partition, dp: int) -> Split:
         """What one GPU of such a split holds, and what it serves."""
-        step_bytes = self.step_bytes(shape)
+        stages = self.stages(partition)
         cache = self.config.cache
-        budget = int(self.gpu.memory * cache.gpu_memory_utilization)
-        budget -= shape.weight_bytes + step_bytes
-        if cache.kv_cache_memory_bytes is not None:
-            budget = min(budget, cache.kv_cache_memory_bytes)
+        budgets = []
+        for shape in stages:
+            budget = int(self.gpu.memory * cache.gpu_memory_utilization)
+            budget -= shape.weight_bytes + self.step_bytes(shape)
+            if cache.kv_cache_memory_bytes is not None:
+                budget = min(budget, cache.kv_cache_memory_bytes)
+            budgets.append(budget)
         longest = num_requests = 0
-        if budget > 0:
-            longest, num_requests = self._capacity(shape, budget)
+        if min(budgets) > 0:
+            longest, num_requests = self._capacity(stages, budgets)
         speed = None
         if num_requests:
-            speed = self.speed(shape, num_requests)
+            speed = self.speed(stages, num_requests)
+        tightest = stages[budgets.index(min(budgets))]
         return Split(
-            tp=shape.tp,
+            tp=partition.tp,
+            pp=partition.pp,
+            ep=partition.ep,
             dp=dp,
-            weight_bytes=shape.weight_bytes,
-            step_bytes=step_bytes,
-            kv_bytes=max(budget, 0),
-            kv_bytes_per_token=shape.kv_bytes_per_token,
+            weight_bytes=tightest.weight_bytes,
+            step_bytes=self.step_bytes(tightest),
+            kv_bytes=max(min(budgets), 0),
+            kv_bytes_per_token=max(shape.kv_bytes_per_token for shape in stages),
             longest=longest,
             num_requests=num_requests,
             speed=speed,
@@ -163,19 +185,22 @@ class Planner:
         hidden = 2 * limits.max_num_batched_tokens * shape.hidden_size * shape.element_size
         logits = hidden + limits.max_num_seqs * shape.vocab_rows * shape.tp * LOGIT_BYTES
         peak = max(layer, logits if shape.head is not None else 0)
-        collectives = COLLECTIVES if shape.tp > 1 else 0
+        collectives = COLLECTIVES if shape.partition != Partition() else 0
         return CONTEXT + FIXED + shape.table_bytes + peak + collectives
 
-    def _capacity(self, shape: RankShape, budget: int) -> tuple[int, int]:
+    def _capacity(self, stages: Sequence[RankShape], budgets: Sequence[int]) -> tuple[int, int]:
         """The longest request, and how many of the planned length run at once."""
         limits = self.limits
-        if not shape.kv_specs:
+        specs = dict(ChainMap(*(shape.kv_specs for shape in reversed(stages))))
+        if not specs:
             return limits.max_model_len, limits.max_num_seqs
         block_size = self.config.cache.block_size
-        layout = plan_layout(shape.kv_specs, block_size, limits.max_model_len)
+        layout = plan_layout(specs, block_size, limits.max_model_len, num_stages=len(stages))
+        shares = [layout.of_layers(shape.kv_specs).block_bytes for shape in stages]
+        pairs = zip(budgets, shares, strict=True)
         layout = msgspec.structs.replace(
             layout,
-            num_blocks=budget // layout.block_bytes,
+            num_blocks=min(budget // share for budget, share in pairs if share),
             max_step_tokens=limits.max_num_batched_tokens,
         )
         length = self.input_len + self.output_len
@@ -183,26 +208,29 @@ class Planner:
         num_requests = min(max(layout.num_blocks - 1, 0) // held, limits.max_num_seqs)
         return longest_request(layout, limits.max_model_len), num_requests
 
-    def speed(self, shape: RankShape, num_requests: int) -> Speed:
+    def speed(self, stages: Sequence[RankShape], num_requests: int) -> Speed:
         """With so many requests at once, each in another phase of its life."""
-        prompt = self.input_len
+        gpu, prompt = self.gpu, self.input_len
         size = max(self.limits.max_num_batched_tokens // prompt, 1) * prompt
         whole = Step(num_prompt=size, prompt_context=prompt / 2, num_sampled=size // prompt)
-        prompt_token = step_seconds(shape, self.gpu, whole) / size
-        alone = Step(num_prompt=prompt, prompt_context=prompt / 2, num_sampled=1)
-        context = prompt + self.output_len / 2
-        if shape.head is None:  # vectors
-            first = step_seconds(shape, self.gpu, alone)
+        prompt_token = interval_seconds(stages, gpu, whole) / size
+        alone = Step(num_prompt=prompt, prompt_context=prompt / 2, num_sampled=1, is_alone=True)
+        first = pass_seconds(stages, gpu, alone)
+        if stages[-1].head is None:  # vectors
             return Speed(first, 0.0, 0.0, 1 / prompt_token, 0.0)
-
-        def decode(count: int) -> float:
-            return step_seconds(shape, self.gpu, Step(count, context, num_sampled=count))
-
+        context = prompt + self.output_len / 2
+        one = Step(1, context, num_sampled=1, is_alone=True)
+        # Requests are divided among as many steps as there are stages.
+        count = -(-num_requests // len(stages))
+        part = Step(count, context, num_sampled=count)
+        decode = pass_seconds(stages, gpu, part)
+        if num_requests > len(stages):
+            decode = max(decode, len(stages) * interval_seconds(stages, gpu, part))
         # In the time of one token of each, this share of the requests is replaced.
-        step = decode(num_requests) + num_requests / self.output_len * prompt * prompt_token
+        step = decode + num_requests / self.output_len * prompt * prompt_token
         return Speed(
-            first_token=step_seconds(shape, self.gpu, alone),
-            token=decode(1),
+            first_token=first,
+            token=pass_seconds(stages, gpu, one),
             batch_token=step,
             prompt_rate=1 / prompt_token,
             output_rate=num_requests / step,
@@ -212,17 +240,30 @@ class Planner:
 def make_plan(planner: Planner, num_gpus: int) -> Plan:
     """Every way to use all GPUs. Raises ConfigError, with what would do, if the model fits none."""
     _require_positive("gpus", num_gpus)
-    config, source = planner.config, planner.source
-    splits, refused = [], {}
-    for tp in _sizes(config, num_gpus):
-        try:
-            splits.append(planner.split(planner.shape(tp), num_gpus // tp))
-        except (ConfigError, ModelError) as error:
-            if tp == config.parallel.tensor_parallel_size:  # 1, or the one that was asked for
-                raise
-            refused[tp] = str(error)
+    source, parallel = planner.source, planner.config.parallel
+    errors: dict[str, ConfigError | ModelError] = {}
+    splits: list[Split] = []
+
+    def try_ways(with_stages: bool) -> None:
+        for partition, dp in list_ways(parallel, num_gpus, has_experts(planner), with_stages):
+            if (partition, dp) in tried:
+                continue
+            tried.append((partition, dp))
+            try:
+                splits.append(planner.split(partition, dp))
+            except (ConfigError, ModelError) as error:
+                errors[str(partition)] = error
+
+    tried: list[Way] = []
+    try_ways(with_stages=planner.gpu.link <= PCIE)
+    if parallel.pipeline_parallel_size == 1 and not any(own.fits for own in splits):
+        try_ways(with_stages=True)
+    if not splits:
+        raise next(iter(errors.values()))
     if not any(own.fits for own in splits):
         raise ConfigError(_does_not_fit(planner, num_gpus, splits))
+    splits.sort(key=lambda own: (own.tp, own.pp, own.ep))
+    refused = {name: str(error) for name, error in errors.items()}
     architectures = source.config.get("architectures") or ["?"]
     return Plan(
         model=source.name,
@@ -245,58 +286,57 @@ def _require_positive(option: str, value: int) -> None:
         raise ConfigError(f"--{option} must be at least 1, got {value}")
 
 
-def _sizes(config: EngineConfig, num_gpus: int) -> Iterable[int]:
-    """The numbers of ranks that divide the GPUs; the one that was asked for, if one was."""
-    if config.parallel.pipeline_parallel_size > 1:
-        raise ConfigError("penstock plan leaves out pipeline stages: drop pipeline_parallel_size")
-    asked = config.parallel.tensor_parallel_size
-    if asked > num_gpus:
-        raise ConfigError(
-            f"tensor_parallel_size={asked} needs {asked} GPUs, but --gpus is {num_gpus}"
-        )
-    if asked > 1:
-        return [asked]
-    return [tp for tp in range(1, min(num_gpus, MOST_RANKS) + 1) if num_gpus % tp == 0]
+def has_experts(planner: Planner) -> bool:
+    """Whether the model has routed experts. Raises its error if it cannot be built at all."""
+    return bool(planner.stages(Partition())[0].experts)
 
 
 def _does_not_fit(planner: Planner, num_gpus: int, splits: list[Split]) -> str:
     """What is missing, and what would do."""
-    best = max(splits, key=lambda own: own.tp)
+    best = min(splits, key=lambda own: own.weight_bytes)
     gpu = planner.gpu
     usable = gpu.memory * planner.config.cache.gpu_memory_utilization
     message = (
         f"{planner.source.name} does not fit on {num_gpus} x {gpu.name}: with "
-        f"tensor_parallel_size={best.tp}, each needs {best.weight_bytes / GIB:.1f} GiB for weights "
+        f"{_partition(best)}, each needs {best.weight_bytes / GIB:.1f} GiB for weights "
         f"and {best.step_bytes / GIB:.1f} for steps, so that {best.kv_bytes / GIB:.1f} of "
         f"{usable / GIB:.1f} GiB are left for the KV cache of a request of "
         f"{planner.input_len + planner.output_len} tokens"
     )
-    remedies = []
-    tp = 2 * best.tp
-    while tp <= MOST_RANKS:
-        try:
-            if planner.split(planner.shape(tp), 1).fits:
-                remedies.append(f"{tp} x {gpu.name}")
-                break
-        except (ConfigError, ModelError):
-            break  # it cannot be split so far
-        tp *= 2
-    remedies += [f"{num_gpus} x {other.name}" for other in _larger(planner, best.tp)]
+    remedies: list[str] = []
+    size = 2 * num_gpus
+    while size <= MOST_RANKS and not remedies:
+        if any(
+            _fits(planner, own) for own in (Partition(size), Partition(best.tp, size // best.tp))
+        ):
+            remedies.append(f"{size} x {gpu.name}")
+        size *= 2
+    remedies += [f"{num_gpus} x {other.name}" for other in _larger(planner, _partition(best))]
     if not remedies:
         return f"{message}: use a quantized model, or --quantization fp8"
     return f"{message}: it would on {', '.join(remedies)}"
 
 
-def _larger(planner: Planner, tp: int) -> list[Gpu]:
+def _partition(split: Split) -> Partition:
+    return Partition(split.tp, split.pp, split.ep)
+
+
+def _fits(planner: Planner, partition: Partition) -> bool:
+    try:
+        return planner.split(partition, 1).fits
+    except (ConfigError, ModelError):
+        return False  # the model cannot be split so
+
+
+def _larger(planner: Planner, partition: Partition) -> list[Gpu]:
     """The GPUs on which as many ranks fit, the smallest first."""
-    shape = planner.shape(tp)
     found = []
     for gpu in sorted(GPUS.values(), key=lambda own: own.memory_gib):
         if gpu.memory > planner.gpu.memory:
             other = Planner(
                 planner.config, planner.source, gpu, planner.input_len, planner.output_len
             )
-            if other.split(shape, 1).fits:
+            if other.split(partition, 1).fits:
                 found.append(gpu)
     return found[:3]
 
@@ -331,11 +371,12 @@ def assumptions(plan: Plan) -> Iterable[str]:
             "Several ranks were not measured. Sums over ranks are assumed to move "
             f"{plan.gpu.link:g} GB/s, and to take 4 us each over peer memory, 12 us with NCCL."
         )
+    if any(_partition(own).is_eager for own in plan.splits):
+        yield (
+            "Pipeline stages, and experts that are spread over replicas, run without CUDA graphs: "
+            "launching a kernel is assumed to take 8 us."
+        )
     yield (
-        "Prefix caching, drafts and adapters are left out. A router's choices are assumed to be "
-        "spread evenly over its experts."
-    )
-    yield (
-        "Ranks share every layer (tensor parallelism), and engines beside each other share nothing "
-        "(data parallelism). Pipeline stages and expert parallelism are left out."
+        "Prefix caching, drafts and what adapters and images cost in time are left out, and the "
+        "memory of drafts. A router's choices are assumed to be spread evenly over its experts."
     )

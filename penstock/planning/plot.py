@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.planning.hardware import GIB
-from penstock.planning.plan import Plan, Planner
+from penstock.planning.plan import Plan, Planner, Split
+from penstock.planning.shapes import Partition
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def plot(plan: Plan, planner: Planner, path: Path) -> None:
 
 
 def _memory(axes: Axes, plan: Plan) -> None:
-    names = [f"tp {own.tp}" for own in plan.splits]
+    names = [_name(own) for own in plan.splits]
     bottom = [0.0] * len(names)
     for label, colour, sizes in (
         ("weights", WEIGHTS, [own.weight_bytes for own in plan.splits]),
@@ -50,18 +51,22 @@ def _memory(axes: Axes, plan: Plan) -> None:
     axes.legend(fontsize=8)
 
 
+def _name(split: Split) -> str:
+    return str(Partition(split.tp, split.pp, split.ep)).replace("=", " ")
+
+
 def _speed(axes: Axes, plan: Plan, planner: Planner) -> None:
     for split in plan.splits:
         if split.speed is None or not split.speed.token:
             continue
-        shape = planner.shape(split.tp)
+        stages = planner.stages(Partition(split.tp, split.pp, split.ep))
         counts = [2**power for power in range(split.num_requests.bit_length())]
-        speeds = [planner.speed(shape, count) for count in (*counts, split.num_requests)]
+        speeds = [planner.speed(stages, count) for count in (*counts, split.num_requests)]
         axes.plot(
             [own.batch_token * 1e3 for own in speeds],
             [own.output_rate * split.dp for own in speeds],
             marker=".",
-            label=f"tp {split.tp}, {split.dp} engines" if split.dp > 1 else f"tp {split.tp}",
+            label=f"{_name(split)}, {split.dp} replicas" if split.dp > 1 else _name(split),
         )
     axes.set_xlabel("ms per token of a request")
     axes.set_ylabel("output tokens per second, in all")

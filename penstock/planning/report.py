@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from penstock.planning.hardware import GIB
 from penstock.planning.plan import Plan, Split, assumptions
 
 WIDTH = 100
+SIZES = ("tp", "pp", "ep", "dp")  # pp and ep only if some way has more than 1
 COLUMNS = (
-    ("tp", ""),
-    ("dp", ""),
     ("weights", "GiB/GPU"),
     ("KV cache", "GiB/GPU"),
     ("longest", "tokens"),
@@ -35,11 +35,10 @@ def text_of(plan: Plan) -> str:
         f"Requests of {plan.input_len:,} input and {plan.output_len:,} output tokens. A token "
         f"takes {first.kv_bytes_per_token / 1024:.0f} KiB of a GPU's KV cache (tp={first.tp})",
         "",
-        *_table([[head for head, _ in COLUMNS], [unit for _, unit in COLUMNS]]
-                + [_row(split) for split in plan.splits]),
-    ]  # fmt: skip
-    for tp, reason in plan.refused.items():
-        lines += textwrap.wrap(f"tp={tp}: {reason}", WIDTH)
+        *_table(plan),
+    ]
+    for name, reason in plan.refused.items():
+        lines += textwrap.wrap(f"{name}: {reason}", WIDTH)
     lines.append("")
     lines += _advice(plan)
     lines += ["", "Assumptions:"]
@@ -48,10 +47,9 @@ def text_of(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _row(split: Split) -> list[str]:
+def _row(split: Split, sizes: Sequence[str]) -> list[str]:
     row = [
-        str(split.tp),
-        str(split.dp),
+        *(str(getattr(split, name)) for name in sizes),
         f"{split.weight_bytes / GIB:.2f}",
         f"{split.kv_bytes / GIB:.1f}",
     ]
@@ -71,10 +69,17 @@ def _row(split: Split) -> list[str]:
     ]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
+def _table(plan: Plan) -> list[str]:
+    sizes = [
+        name
+        for name in SIZES
+        if name in ("tp", "dp") or any(getattr(own, name) > 1 for own in plan.splits)
+    ]
+    columns = [*((name, "") for name in sizes), *COLUMNS]
+    rows = [list(part) for part in zip(*columns, strict=True)]
+    rows += [_row(split, sizes) for split in plan.splits]
     widths = [
-        max(len(row[at]) for row in rows if at < len(row) and len(row) == len(COLUMNS))
-        for at in range(len(COLUMNS))
+        max(len(row[at]) for row in rows if len(row) == len(columns)) for at in range(len(columns))
     ]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
@@ -85,7 +90,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 def _advice(plan: Plan) -> list[str]:
     best, fastest = plan.best, plan.fastest
     lines = [f"Highest throughput: {_flags(best)}"]
-    if fastest.speed is not None and fastest.speed.token and fastest.tp != best.tp:
+    if fastest.speed is not None and fastest.speed.token and fastest != best:
         lines.append(f"Least time per token: {_flags(fastest)}")
     if best.longest < plan.max_model_len:
         lines.append(
@@ -96,5 +101,8 @@ def _advice(plan: Plan) -> list[str]:
 
 
 def _flags(split: Split) -> str:
-    replicas = f" --data-parallel-size {split.dp}" if split.dp > 1 else ""
-    return f"--tensor-parallel-size {split.tp}{replicas}"
+    flags = [f"--tensor-parallel-size {split.tp}"]
+    flags += [f"--pipeline-parallel-size {split.pp}"] if split.pp > 1 else []
+    flags += [f"--data-parallel-size {split.dp}"] if split.dp > 1 else []
+    flags += ["--enable-expert-parallel"] if split.ep > 1 else []
+    return " ".join(flags)

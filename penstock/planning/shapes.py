@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from penstock.config import EngineConfig, LoadConfig
+from penstock.config import EngineConfig, LoadConfig, LoRAConfig
 from penstock.config.quantization import find_quantization_config
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.attention import Attention
@@ -37,6 +37,7 @@ from penstock.loading.tasks import choose_task
 from penstock.models.base import Model
 from penstock.models.registry import build_model
 from penstock.models.runtime import Dtypes
+from penstock.models.vision import VisionModel
 from penstock.ops.registry import Ops
 from penstock.protocol.kv import KVCacheSpec
 
@@ -44,6 +45,33 @@ T = TypeVar("T")
 
 SAMPLE_ROWS = 128  # of a quantized matrix that is made to measure its bytes
 _FLOATS = ("F64", "F32", "F16", "BF16")  # GGUF types that become the model's own
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Among how many ranks an engine divides what."""
+
+    tp: int = 1  # ranks that share every layer
+    pp: int = 1  # stages, each of `tp` ranks, that share the layers
+    ep: int = 1  # ranks that have some of the experts, whole; 1: every rank has a slice of each
+
+    @property
+    def num_lanes(self) -> int:
+        """Replicas that experts are spread over, and that therefore step together."""
+        return max(self.ep // self.tp, 1)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether steps are launched kernel by kernel, not as CUDA graphs."""
+        return self.pp > 1 or self.num_lanes > 1
+
+    def mesh(self, stage: int) -> Mesh:
+        """The first rank of a stage."""
+        return Mesh(RankGroup(0, self.tp), RankGroup(stage, self.pp), RankGroup(0, self.ep))
+
+    def __str__(self) -> str:
+        sizes = (("tp", self.tp), ("pp", self.pp), ("ep", self.ep))
+        return " ".join(f"{name}={n}" for name, n in sizes if n > 1 or name == "tp")
 
 
 @dataclass(frozen=True)
@@ -58,8 +86,9 @@ class ExpertsShape:
     """The routed experts of one layer."""
 
     num_experts: int
+    num_own: int  # of which this rank has a slice, or all
     top_k: int
-    num_weights: int  # of one expert
+    num_weights: int  # of one expert, on this rank
     num_bytes: int
     width: int  # numbers that each selected expert writes for a token
 
@@ -76,8 +105,8 @@ class AttentionShape:
 class RankShape:
     """What a rank holds, and what it computes with."""
 
-    tp: int
-    weight_bytes: int
+    partition: Partition
+    weight_bytes: int  # with the slots of adapters
     kv_specs: dict[str, KVCacheSpec]
     hidden_size: int
     num_layers: int
@@ -90,6 +119,10 @@ class RankShape:
     num_sums: int = 0  # over ranks, per step
     table_bytes: int = 0  # of the angles of all positions
     widest: int = 0  # elements of a token in the layer that needs the most
+
+    @property
+    def tp(self) -> int:
+        return self.partition.tp
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -105,20 +138,25 @@ class RankShape:
 
 @torch.inference_mode()
 def shape_of(
-    config: EngineConfig, source: ModelSource, dtypes: Dtypes, max_model_len: int, tp: int
+    config: EngineConfig,
+    source: ModelSource,
+    dtypes: Dtypes,
+    max_model_len: int,
+    partition: Partition,
+    stage: int = 0,
 ) -> RankShape:
-    """The first of `tp` ranks. Raises ModelError or ConfigError if the model cannot be split so."""
-    quantization = choose_quantization(source.config, config.load.quantization, tp)
+    """The first rank of a stage. Raises ModelError or ConfigError if the model cannot be so."""
+    quantization = choose_quantization(source.config, config.load.quantization, partition.tp)
     generates = choose_task(config, source) == "generate"
-    ranks = RankGroup(0, tp)
     build = Build(
         dtype=dtypes.compute,
         device=torch.device("meta"),
         max_model_len=max_model_len,
         ops=Ops("cpu"),
-        mesh=Mesh(ranks, ep=ranks if config.parallel.enable_expert_parallel else RankGroup()),
+        mesh=partition.mesh(stage),
         linear_method=DeferredQuantization() if quantization is not None else DenseMethod(),
         generates=generates,
+        takes_media=config.media.takes_media and generates and partition.pp == 1,
     )
     model = build_model(source.config, build, config.model.model_impl)
     if quantization is not None:
@@ -130,7 +168,11 @@ def shape_of(
     factor = 1.0
     if source.gguf is not None and quantization is None:
         factor = _gguf_factor(source.gguf, dtypes.compute.itemsize)
-    return _measure(model, build, dtypes, factor)
+    shape = _measure(model, build, dtypes, factor, partition)
+    if config.lora.enable_lora:
+        size = _slots_bytes(model, config.lora, dtypes.compute)
+        shape = replace(shape, weight_bytes=shape.weight_bytes + size)
+    return shape
 
 
 def _stored_layers(source: ModelSource, model: Model) -> StoredLayers | None:
@@ -145,15 +187,22 @@ def _stored_layers(source: ModelSource, model: Model) -> StoredLayers | None:
     return StoredLayers((own_name(name, model.weights), name) for name in names)
 
 
-def _measure(model: Model, build: Build, dtypes: Dtypes, factor: float) -> RankShape:
+def _measure(
+    model: Model, build: Build, dtypes: Dtypes, factor: float, partition: Partition
+) -> RankShape:
     """`factor`: bytes of a matrix over those in the model's type."""
-    in_experts = {id(part) for own in _of(model, Experts) for part in own.experts.modules()}
-    layers = [own for own in _of(model, Linear) if id(own) not in in_experts]
+    # What a vision tower computes is left out: few steps have images.
+    apart = [own.experts for own in _of(model, Experts)]
+    if isinstance(model, VisionModel) and build.takes_media:
+        apart.append(getattr(model, model.tower_prefix))
+    left_out = {id(part) for own in apart for part in own.modules()}
+    layers = [own for own in _of(model, Linear) if id(own) not in left_out]
     matrices = tuple(
         _matrix(own, factor, 0 if own.split_input else own.out_features) for own in layers
     )
     vocab = list(_of(model, VocabEmbedding))
-    head = _matrix(vocab[-1], factor, 0) if vocab and build.generates else None
+    has_head = bool(vocab) and build.generates and build.mesh.is_last_stage
+    head = _matrix(vocab[-1], factor, 0) if has_head else None
     experts = tuple(_experts(own, factor) for own in _of(model, Experts))
     plain = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     scaled = {id(own.weight) for own in (*layers, *vocab) if isinstance(own.method, DenseMethod)}
@@ -165,17 +214,17 @@ def _measure(model: Model, build: Build, dtypes: Dtypes, factor: float) -> RankS
     }
     floats = sum(own.nbytes for own in model.parameters() if id(own) in scaled)
     quantized = sum(_quantized_bytes(module) for module in model.modules())
-    attention = tuple(_attention(model))
+    attention = tuple(_attention(own for own in model.modules() if id(own) not in left_out))
     widths = [own.out_features + own.in_features for own in layers]
     widths += [own.top_k * (own.width + model.hidden_size) for own in experts]
     return RankShape(
-        tp=build.tp.size,
+        partition=partition,
         weight_bytes=int(plain - floats + factor * floats) + quantized,
         kv_specs=dict(model.kv_specs(dtypes.kv)) if build.generates else {},
         hidden_size=model.hidden_size,
         num_layers=max(len(attention), len(model.kv_specs(dtypes.kv)), 1),
         element_size=build.dtype.itemsize,
-        vocab_rows=vocab[-1].rows if vocab else 0,
+        vocab_rows=vocab[-1].rows if has_head else 0,
         matrices=matrices,
         head=head,
         experts=experts,
@@ -221,18 +270,44 @@ def _bytes_per_row(scheme: Scheme, columns: int, dtype: torch.dtype) -> float:
 
 def _experts(layer: Experts, factor: float) -> ExpertsShape:
     config, own = layer.config, layer.experts
-    size = config.intermediate_size // layer.build.tp.size
+    is_whole = config.held is not None
+    size = config.intermediate_size // (1 if is_whole else layer.build.tp.size)
+    num_own = len(config.own_experts)
     num_weights = 3 * size * config.hidden_size
     num_bytes = num_weights * layer.build.dtype.itemsize * factor
     if isinstance(own, QuantizedExperts):
-        num_bytes = _quantized_bytes(own) / config.num_experts
+        num_bytes = _quantized_bytes(own) / num_own
     return ExpertsShape(
-        config.num_experts, config.routing.top_k, num_weights, int(num_bytes), 3 * size
+        config.num_experts, num_own, config.routing.top_k, num_weights, int(num_bytes), 3 * size
     )
 
 
-def _attention(model: Model) -> Iterator[AttentionShape]:
-    for module in model.modules():
+def _slots_bytes(model: Model, config: LoRAConfig, compute: torch.dtype) -> int:
+    """Of a GPU's slots for adapters. Those of experts take memory only when they are used."""
+    dtype = compute if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype)
+    rank, num_elements, num_vectors = config.max_lora_rank, 0, 0
+
+    def add(inputs: int, outputs: int) -> None:
+        nonlocal num_elements, num_vectors
+        num_elements += rank * (inputs + outputs)
+        num_vectors += 2 * outputs  # DoRA's
+
+    for layer in _of(model, Linear):
+        if layer.takes_adapters and not layer.is_label_head:
+            add(len(layer.part_rows) * layer.in_features, layer.out_features)
+    vocab = list(_of(model, VocabEmbedding))
+    for at, own in enumerate(vocab):
+        is_embedding = own.build.mesh.is_first_stage and at == 0
+        is_head = own.build.generates and own.build.mesh.is_last_stage and own is vocab[-1]
+        if is_embedding:
+            add(own.vocab_size, own.hidden_size)
+        if is_head:
+            add(own.hidden_size, own.rows)
+    return config.max_loras * (num_elements * dtype.itemsize + num_vectors * 4)
+
+
+def _attention(modules: Iterable[nn.Module]) -> Iterator[AttentionShape]:
+    for module in modules:
         if isinstance(module, Attention):
             yield AttentionShape(2 * module.num_heads * module.head_dim, module.window)
         elif isinstance(module, LatentAttention):

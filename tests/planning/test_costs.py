@@ -15,7 +15,7 @@ from penstock.cli.bench.workloads import named_workload
 from penstock.planning.costs import Step, run_seconds, step_seconds
 from penstock.planning.hardware import GPUS
 from penstock.planning.plan import Planner
-from penstock.planning.shapes import RankShape
+from penstock.planning.shapes import Partition, RankShape
 
 H200 = GPUS["h200"]
 LINE = re.compile(r"\| (Qwen3-\S+) `(\w+)`, [^|]+ \| ([\d.,]+) \|")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def shape_in(folder: Path, name: str, tp: int = 1) -> tuple[RankShape, Planner]:
     planner = planner_of(folder / name)
-    return planner.shape(tp), planner
+    return planner.stages(Partition(tp))[0], planner
 
 
 def test_the_table_has_all_lines() -> None:

@@ -50,6 +50,38 @@ def test_every_way_to_use_the_gpus_is_shown(model: str, capsys: pytest.CaptureFi
     assert any("Nothing was measured on h100" in text for text in document["assumptions"])
 
 
+def test_stages_are_shown_if_asked_for_and_on_gpus_without_nvlink(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = plan(capsys, model, "--gpus", "4", "--pipeline-parallel-size", "2")["splits"]
+    assert [(own["tp"], own["pp"], own["dp"]) for own in asked] == [(1, 2, 2), (2, 2, 1)]
+    apart = plan(capsys, model, "--gpus", "4", "--gpu", "l40s")["splits"]
+    sizes = [(own["tp"], own["pp"], own["dp"]) for own in apart]
+    assert sizes == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
+    whole, halves = apart[0], apart[1]
+    assert halves["weight_bytes"] == pytest.approx(whole["weight_bytes"] / 2, rel=0.05)
+    assert halves["speed"]["token"] > 0.9 * whole["speed"]["token"], "one request is no faster"
+    assert halves["kv_bytes"] > whole["kv_bytes"]
+    assert main(["plan", model, "--gpus", "2", "-pp", "2"]) == 0
+    assert "--pipeline-parallel-size 2" in capsys.readouterr().out
+
+
+def test_experts_are_sliced_or_spread_over_replicas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_config(tmp_path, PUBLISHED["Qwen3-30B-A3B"]))
+    splits = plan(capsys, folder, "--gpus", "4")["splits"]
+    sizes = [(own["tp"], own["ep"], own["dp"]) for own in splits]
+    assert sizes == [(1, 1, 4), (1, 4, 4), (2, 1, 2), (2, 4, 2), (4, 1, 1)]
+    sliced, spread = splits[0], splits[1]
+    assert spread["weight_bytes"] < sliced["weight_bytes"] / 3
+    assert spread["num_requests"] >= sliced["num_requests"]
+    only = plan(capsys, folder, "--gpus", "4", "--enable-expert-parallel")["splits"]
+    assert [(own["tp"], own["ep"], own["dp"]) for own in only] == [(1, 4, 4), (2, 4, 2), (4, 4, 1)]
+    assert main(["plan", folder, "--gpus", "4", "--enable-expert-parallel"]) == 0
+    assert "--data-parallel-size 4 --enable-expert-parallel" in capsys.readouterr().out
+
+
 def test_the_text_has_a_line_for_each_split_and_its_assumptions(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +150,7 @@ def test_splits_that_the_model_does_not_allow_are_explained(
 ) -> None:
     document = plan(capsys, model, "--gpus", "6")
     assert [own["tp"] for own in document["splits"]] == [1, 2]
-    assert set(document["refused"]) == {"3", "6"}
+    assert set(document["refused"]) == {"tp=3", "tp=6"}
     assert main(["plan", model, "--gpus", "6"]) == 0
     assert "tp=3: " in capsys.readouterr().out
 
@@ -136,6 +168,9 @@ def test_splits_that_the_model_does_not_allow_are_explained(
         (["--input-len", "40960"], ["40960 + 256", "--input-len"]),
         (["--gpus", "2", "--tensor-parallel-size", "4"], ["4 GPUs", "--gpus is 2"]),
         (["--gpus", "3", "--tensor-parallel-size", "3"], ["heads"]),
+        (["--gpus", "8", "-tp", "2", "-dp", "2"], ["tensor_parallel_size=2, data_parallel_size=2"]),
+        (["--gpus", "64", "--pipeline-parallel-size", "64"], ["at most 36"]),
+        (["--gpus", "2", "--enable-expert-parallel"], ["this one has none"]),
         (["--max-model-len", "50000"], ["max_model_len"]),
         (["--gpu", "l4", "--gpus", "1", "--max-num-batched-tokens", "65536"], ["does not fit"]),
     ],

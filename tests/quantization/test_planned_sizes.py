@@ -13,7 +13,7 @@ from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
-from penstock.planning.shapes import RankShape, shape_of
+from penstock.planning.shapes import Partition, RankShape, shape_of
 from penstock.platforms.platform import detect_platform
 
 FORMATS = {"awq": made.awq, "gptq": made.gptq, "fp8": lambda: made.fp8("tensor")}
@@ -32,7 +32,7 @@ def configured(folder: Path, **options: Any) -> EngineConfig:
 def planned(folder: Path, worker: Worker, tp: int) -> RankShape:
     config = configured(folder, load_format="dummy")
     source = resolve_source(config.model, config.load)
-    return shape_of(config, source, worker.dtypes, worker.limits.max_model_len, tp)
+    return shape_of(config, source, worker.dtypes, worker.limits.max_model_len, Partition(tp))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
