@@ -30,6 +30,7 @@ LONG_FILES = (  # the longest first
     "server/test_recovery.py",
     "server/test_schema.py",
     "server/test_processes.py",
+    "server/test_ray.py",
     "engine/test_tensor_parallel.py",
     "engine/test_pipeline_parallel.py",
     "engine/test_nodes.py",

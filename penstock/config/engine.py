@@ -129,6 +129,14 @@ class ParallelConfig:
         "with experts. With data_parallel_size they are spread over the ranks of all replicas, "
         "which then are one engine and step together (docs/scaling.md).",
     )
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "mp",
+        "Who starts the ranks. mp: this machine, and with nnodes others that join it; ray: a Ray "
+        "cluster, one actor per rank (requires penstock[ray]).",
+    )
+    ray_address: str | None = option(
+        None, "HOST:PORT of the Ray cluster's head node; default: the cluster of this machine."
+    )
     nnodes: int = option(
         1, "Number of machines that share the ranks. Each runs penstock serve with its node_rank."
     )
@@ -197,6 +205,10 @@ class ParallelConfig:
                 f"nnodes must divide the {self.num_ranks} ranks (tensor_parallel_size x "
                 f"pipeline_parallel_size), got {self.nnodes}: use {', '.join(fitting)}"
             )
+        if self.nnodes > 1 and self.distributed_executor_backend == "ray":
+            raise ConfigError("nnodes > 1 is for distributed_executor_backend=mp: drop one of them")
+        if self.ray_address is not None and self.distributed_executor_backend != "ray":
+            raise ConfigError("ray_address needs distributed_executor_backend=ray")
         if self.nnodes > 1 and self.data_parallel_size > 1:
             raise ConfigError(
                 "nnodes > 1 and data_parallel_size > 1 cannot be combined: start a server per "

@@ -119,10 +119,7 @@ NOT_SUPPORTED = {
     "all2all_backend": ForeignOption(
         "use enable_expert_parallel: the kind of ranks decides", ("allgather_reducescatter",)
     ),
-    "distributed_executor_backend": ForeignOption(
-        "ranks are processes on one machine", ("mp", "uni")
-    ),
-    "ray_workers_use_nsight": _switch("ranks are processes on one machine"),
+    "ray_workers_use_nsight": _switch("leave it out"),
     "worker_cls": ForeignOption("leave it out", ("auto",)),
     "worker_extension_cls": ForeignOption("leave it out"),
     "mm_encoder_tp_mode": ForeignOption(

@@ -51,12 +51,12 @@ def build_engine(
         raise ConfigError("node_rank > 0 is for penstock serve: node 0 runs the engine")
     if drafter is not None and config.speculative.speculative_config is not None:
         raise ConfigError("drafter and speculative_config cannot be combined: drop one")
-    if config.parallel.num_ranks == 1:
+    if config.parallel.num_ranks == 1 and config.parallel.distributed_executor_backend == "mp":
         executor = InProcessExecutor(config, source, processors, drafter)
     elif processors or drafter:
         raise ConfigError(
-            "with tensor_parallel_size or pipeline_parallel_size > 1 the workers are other "
-            "processes: give logits processors as module:Class, and a drafter as "
+            "with tensor_parallel_size or pipeline_parallel_size > 1, or with Ray, the workers are "
+            "other processes: give logits processors as module:Class, and a drafter as "
             'speculative_config={"method": "custom", "model": "module:Class"}'
         )
     elif config.parallel.num_lanes > 1:

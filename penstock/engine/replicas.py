@@ -391,6 +391,8 @@ def check_cores(config: EngineConfig) -> None:
     Engines check the number of GPUs: this process does not load the libraries for that.
     """
     parallel, device = config.parallel, config.device
+    if parallel.distributed_executor_backend == "ray":
+        return  # Ray places the ranks
     if device.device == "cpu" and device.cpu_threads is None and not parallel.replica_devices:
         threads_of_replica(parallel.num_engines, parallel.num_ranks)
 

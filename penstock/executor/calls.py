@@ -20,13 +20,17 @@ class Hello(msgspec.Struct):
 
 
 class Join(msgspec.Struct):
-    """The first message from a rank of another machine. Answered with `Welcome` or `Raised`."""
+    """The first message from a rank of another machine.
+
+    Answered with `Welcome` or `Raised`, unless the engine has started the rank itself.
+    """
 
     version: str
     config: dict[str, Any]  # another version may not be able to decode it as `EngineConfig`
     node_rank: int
     local_rank: int
     host: str
+    token: str = ""  # of a rank that the engine has started, through Ray
 
 
 class Welcome(msgspec.Struct, tag=True):

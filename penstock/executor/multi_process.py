@@ -1,7 +1,7 @@
 """MultiProcessExecutor: runs several ranks, each in its own process, in lockstep.
 
 A rank is a process that reads calls from its own socket: a child, or one on another machine
-(`nodes.py`). It exits when the socket closes, so none outlives the engine.
+(`nodes.py`, `ray.py`). It exits when the socket closes, so none outlives the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +33,9 @@ from penstock.protocol.calls import decode_result, encode, encode_args
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
 from penstock.protocol.processes import module_command
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from penstock.executor.ray import RayRanks
 
 CLOSE_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 5.0  # from the closing of a rank's socket to its end
@@ -55,7 +58,8 @@ class MultiProcessExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         parallel = config.parallel
-        size, num_local = parallel.num_ranks, parallel.ranks_per_node
+        size = parallel.num_ranks
+        self._ray: RayRanks | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[subprocess.Popen[bytes]] = []  # of this machine: the first ranks
         self._hosts: list[str] = []  # by rank: the machine, if it is another one
@@ -70,13 +74,9 @@ class MultiProcessExecutor:
         self._finished_jobs = FinishedJobs()
         self._decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
-            for _ in range(num_local):
-                self._spawn()
-            rendezvous = f"file://{Path(self._folder.name) / 'store'}"
-            if parallel.nnodes > 1:
-                rendezvous = self._add_nodes(config)
+            config, rendezvous, places = self._start_ranks(config)
             for rank, unsent in enumerate(self._unsent):
-                hello = Hello(config, rank, rendezvous, rank % num_local, num_local)
+                hello = Hello(config, rank, rendezvous, *places[rank])
                 unsent += framed(encode(hello))
             self._due.append("capabilities")
             self._flush()
@@ -85,6 +85,27 @@ class MultiProcessExecutor:
         except BaseException:
             self.close()
             raise
+
+    def _start_ranks(self, config: EngineConfig) -> tuple[EngineConfig, str, list[tuple[int, int]]]:
+        """Start all ranks, or wait for them.
+
+        Returns their configuration, where they rendezvous, and each one's number among those of its
+        machine, and how many these are.
+        """
+        parallel = config.parallel
+        if parallel.distributed_executor_backend == "ray":
+            self._ray = _open_ray(config)
+            for end, host in self._ray.connect():
+                self._add(end, host)
+            return self._ray.config, self._ray.rendezvous, self._ray.local_places()
+        num_local = parallel.ranks_per_node
+        for _ in range(num_local):
+            self._spawn()
+        rendezvous = f"file://{Path(self._folder.name) / 'store'}"
+        if parallel.nnodes > 1:
+            rendezvous = self._add_nodes(config)
+        places = [(rank % num_local, num_local) for rank in range(parallel.num_ranks)]
+        return config, rendezvous, places
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -185,6 +206,9 @@ class MultiProcessExecutor:
                 process.kill()
                 process.wait()
         self._connections, self._sockets, self._processes = [], [], []
+        if self._ray is not None:
+            self._ray.close()
+            self._ray = None
         self._folder.cleanup()
 
     def _send(
@@ -292,6 +316,18 @@ class MultiProcessExecutor:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # it exits, even if it is stuck
         return error
+
+
+def _open_ray(config: EngineConfig) -> RayRanks:
+    try:
+        from penstock.executor.ray import RayRanks  # an extra, and takes a second
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "distributed_executor_backend=ray needs Ray: pip install 'penstock[ray]' on all nodes"
+        ) from error
+    return RayRanks(config)
 
 
 def _revive(raised: Raised, rank: int) -> PenstockError:

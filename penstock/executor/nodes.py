@@ -120,18 +120,9 @@ class NodeListener:
 
     def _read(self, end: socket.socket) -> Join | None:
         """Who has connected; None if it is no node. Raises ConfigError if it cannot take part."""
-        end.settimeout(10.0)
-        connection = Connection(os.dup(end.fileno()))
-        try:
-            if not select.select([end], [], [], 10.0)[0]:
-                return None
-            join = msgspec.msgpack.decode(connection.recv_bytes(MAX_JOIN_BYTES), type=Join)
-        except (OSError, EOFError, msgspec.MsgspecError):
-            return None  # anybody may connect
-        finally:
-            connection.close()
-            with contextlib.suppress(OSError):
-                end.settimeout(None)
+        join = read_join(end)
+        if join is None:
+            return None
         if reason := self._mismatch(join):
             self._refuse(end, reason)
             raise ConfigError(reason)
@@ -159,6 +150,22 @@ class NodeListener:
         with contextlib.suppress(OSError):
             end.sendall(framed(encode(Raised(reason, ConfigError.__name__))))
         end.close()
+
+
+def read_join(end: socket.socket) -> Join | None:
+    """Who has connected. Anybody may: None if it is no node."""
+    end.settimeout(10.0)
+    connection = Connection(os.dup(end.fileno()))
+    try:
+        if not select.select([end], [], [], 10.0)[0]:
+            return None
+        return msgspec.msgpack.decode(connection.recv_bytes(MAX_JOIN_BYTES), type=Join)
+    except (OSError, EOFError, msgspec.MsgspecError):
+        return None
+    finally:
+        connection.close()
+        with contextlib.suppress(OSError):
+            end.settimeout(None)
 
 
 def run_node(config: EngineConfig) -> int:

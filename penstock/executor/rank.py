@@ -87,9 +87,10 @@ def exit_with_engine(fd: int) -> None:
     threading.Thread(target=watch, name="engine-watch", daemon=True).start()
 
 
-def main() -> None:
-    exit_with_engine(int(sys.argv[1]))
-    connection = Connection(int(sys.argv[1]))
+def serve_socket(fd: int) -> None:
+    """Serve the engine at the other end of this socket, until it closes it."""
+    exit_with_engine(fd)
+    connection = Connection(fd)
     try:
         serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -98,3 +99,7 @@ def main() -> None:
         logger.exception("Rank failed")
         connection.send_bytes(encode(Raised(repr(error), type(error).__name__)))
         raise
+
+
+def main() -> None:
+    serve_socket(int(sys.argv[1]))

@@ -24,12 +24,17 @@ KINDS: list[Body] = [
 FLAGS = ["--cpu-threads", "1", "--kv-cache-memory-bytes", str(16 << 20), "--max-model-len", "256"]
 
 
+def make_model(folder: Path) -> Path:
+    model = make_checkpoint(folder, "llama", vocab_size=VOCAB_SIZE, max_position_embeddings=256)
+    make_byte_tokenizer().save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    return model
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [["-pp", "2"], ["-tp", "2"]], ids="".join)
 def test_kills_of_single_ranks_change_nothing(ranks: list[str], tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama", vocab_size=VOCAB_SIZE, max_position_embeddings=256)
-    make_byte_tokenizer().save(str(model / "tokenizer.json"))
-    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    model = make_model(tmp_path)
     with ServerProcess(str(model), *FLAGS, *ranks) as server:
         calm = Streams(server).run(KINDS)
         assert all(answer.error is None and answer.num_ends == 1 for answer in calm)
