@@ -87,10 +87,11 @@ def test_options_that_do_not_go_together_are_refused(options: Any, message: str)
     [
         ("head", r"ray_address must be HOST:PORT .* got 'head'"),
         ("127.0.0.1:99999", "no Ray cluster can be reached at 127.0.0.1:99999"),
-        (f"127.0.0.1:{free_port('127.0.0.1')}", r"can be reached at .*refused.*`ray start --head`"),
+        ("127.0.0.1:{free}", r"can be reached at .*refused.*`ray start --head`"),
     ],
 )
 def test_an_address_without_a_cluster_is_refused_at_once(address: str, message: str) -> None:
+    address = address.format(free=free_port("127.0.0.1"))
     with pytest.raises(ConfigError, match=message):
         ray_ranks.RayRanks(config_of(ray_address=address))
 
