@@ -114,8 +114,7 @@ class Scheduler:
 
     def fail(self, request_ids: Iterable[str], error: str) -> list[EngineDelta]:
         """End requests with an error. Unknown ids are ignored."""
-        known = self._known(request_ids)
-        return [self._end(state, FinishReason.ERROR, error=error) for state in known]
+        return [self._fail(state, error) for state in self._known(request_ids)]
 
     @property
     def num_unfinished(self) -> int:
@@ -182,16 +181,14 @@ class Scheduler:
                 self._waiting.push(state)
                 self.adapters.enqueue(state)
         for state, why in failed:
-            delta = self._end(state, FinishReason.ERROR, None, why.error, why.field)
-            self._deltas.append(msgspec.structs.replace(delta, can_retry=why.can_retry))
+            self._deltas.append(self._fail(state, why.error, why.field, why.can_retry))
 
     def _end_long_waits(self) -> None:
         """Fail requests that exceeded the queue timeout before their first step."""
         for state in self._queue_timeouts.take_late():
             assert self._queue_timeouts.timeout_s is not None
             error = waited_too_long(self._queue_timeouts.timeout_s)
-            delta = self._end(state, FinishReason.ERROR, error=error)
-            self._deltas.append(msgspec.structs.replace(delta, can_retry=True))
+            self._deltas.append(self._fail(state, error, can_retry=True))
 
     def _continue_running(self, step: PlannedStep) -> bool:
         """Schedule the running requests. Returns False if KV blocks ran out."""
@@ -311,13 +308,14 @@ class Scheduler:
         """
         deltas = []
         if failure is not None and not self._in_flight[0].states:
-            deltas += self._end_failed(self.adapters.fail_fetches("the engine failed"))
+            failed_fetches = self.adapters.fail_fetches("the engine failed")
+            deltas = [self._fail(state, error, "model") for state, error in failed_fetches]
         elif failure is not None:
             failed = self._in_flight[0]
             suspects = [state for state in failed.states if not state.is_finished]
             error = self._retries.take_in(failed, suspects, failure is StepFailure.OUT_OF_MEMORY)
             if error is not None:
-                deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
+                deltas = [self._fail(state, error) for state in suspects]
         for state in self._retries:
             self._waiting.remove(state)  # if it was preempted since
             self.adapters.unpark(state)
@@ -369,7 +367,8 @@ class Scheduler:
             elif state.incarnation == planned.incarnation and not state.is_finished:
                 deltas += self._apply(state, planned, item)
         for job in result.finished_jobs:
-            deltas += self._end_failed(self.adapters.finish(job))
+            failed_fetches = self.adapters.finish(job)
+            deltas += [self._fail(state, error, "model") for state, error in failed_fetches]
         self._end_trial(step)
         self.speculation.record_time(step)
         if result.results:
@@ -382,7 +381,7 @@ class Scheduler:
         """Apply one step's result to a request. Returns its delta, if there is one."""
         stop = self._stops.find(state, planned, result)
         if stop is not None and stop.reason is FinishReason.ERROR:
-            return [self._end(state, stop.reason, None, stop.error, stop.error_field)]
+            return [self._fail(state, stop.error, stop.error_field)]
         token_ids = result.token_ids
         first = state.num_confirmed_tokens
         state.confirm(planned, int(planned.samples) if state.pools else len(token_ids))
@@ -406,20 +405,18 @@ class Scheduler:
     def _known(self, request_ids: Iterable[str]) -> list[RequestState]:
         return [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
 
-    def _end_failed(self, failed: Iterable[tuple[RequestState, str]]) -> list[EngineDelta]:
-        """End requests whose adapter cannot be loaded."""
-        return [
-            self._end(state, FinishReason.ERROR, None, error, error_field="model")
-            for state, error in failed
-        ]
-
-    def _end(
+    def _fail(
         self,
         state: RequestState,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        error: str | None = None,
+        error: str | None,
         error_field: str | None = None,
+        can_retry: bool = False,
+    ) -> EngineDelta:
+        fields = {"error": error, "error_field": error_field, "can_retry": can_retry}
+        return msgspec.structs.replace(self._end(state, FinishReason.ERROR), **fields)
+
+    def _end(
+        self, state: RequestState, reason: FinishReason, stop_reason: int | str | None = None
     ) -> EngineDelta:
         self._retire(state, reason, stop_reason)
         return EngineDelta(
@@ -427,8 +424,6 @@ class Scheduler:
             num_cached_tokens=state.num_cached_tokens,
             finish_reason=reason,
             stop_reason=stop_reason,
-            error=error,
-            error_field=error_field,
         )
 
     def _retire(

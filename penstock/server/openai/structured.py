@@ -6,7 +6,8 @@ from typing import Any
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import StructuredOutputsParams
-from penstock.server.openai.protocol import CompletionBody, JsonSchemaFormat, ResponseFormat
+from penstock.server.openai.formats import JsonSchemaFormat, ResponseFormat
+from penstock.server.openai.protocol import CompletionBody
 
 FIELD = "response_format"
 

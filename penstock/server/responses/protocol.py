@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.openai.protocol import JsonSchemaFormat
+from penstock.server.openai.formats import JsonSchemaFormat
 from penstock.server.openai.tools import FunctionDefinition, ToolName, Tools
 from penstock.server.schema.base import (
     Body,
