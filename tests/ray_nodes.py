@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,9 @@ def ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
     folder = tempfile.mkdtemp(prefix="ray-")  # pytest's are too long for Ray's sockets
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_raylet_start_wait_time_s", "120")
-        head = {**node_options(), "temp_dir": folder, "_system_config": SETTINGS}
+        patch.setenv("RAY_TMPDIR", folder)  # a user's cluster is noted below /tmp
+        (Path(folder) / "ray").mkdir()
+        head = {**node_options(), "_system_config": SETTINGS}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             nodes = RayNodes(cluster)
