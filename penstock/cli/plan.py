@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.cli.common import add_model_argument, take_model_argument
 from penstock.config.cli import add_engine_arguments, engine_options_from_args
-from penstock.planning.hardware import GPUS, choose_gpu
+from penstock.planning.hardware import GPUS, NETWORK, choose_gpu, on_nodes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag, type=float, metavar=unit, help=f"{what}, instead of that of --gpu."
         )
     group.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Machines that the GPUs are divided among. (default: 1)",
+    )
+    group.add_argument(
+        "--network",
+        type=float,
+        default=NETWORK,
+        metavar="GB/S",
+        help=f"Network between machines, in GB/s for each GPU. (default: {NETWORK:g})",
+    )
+    group.add_argument(
         "--input-len", type=int, default=1024, metavar="N", help="Prompt tokens. (default: 1024)"
     )
     group.add_argument(
@@ -45,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     take_model_argument(args)
     options = engine_options_from_args(args)
     gpu = choose_gpu(args.gpu, args.memory, args.bandwidth, args.flops)
+    gpu = on_nodes(gpu, args.gpus, args.nodes, args.network)
     if args.plot is not None:
         from penstock.cli.bench.plot import require_matplotlib
 

@@ -50,7 +50,7 @@ def pass_seconds(stages: Sequence[RankShape], gpu: Gpu, step: Step) -> float:
     """A step through all pipeline stages. Between two, hidden states and residuals are sent."""
     shape, rows = stages[0], step.num_decodes + step.num_prompt
     num_bytes = 2 * rows * shape.hidden_size * shape.element_size / shape.tp
-    hop = SUM + num_bytes / (gpu.link * 1e9)
+    hop = SUM + num_bytes / gpu.rate(shape.tp * len(stages))
     return sum(step_seconds(own, gpu, step) for own in stages) + (len(stages) - 1) * hop
 
 
@@ -90,7 +90,7 @@ def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
         seconds += 2 * layer.num_weights * chosen * routed_rows / (MATMUL * flops)
         if lanes > 1:  # to the experts and back
             sent = rows / shape.tp * layer.top_k * shape.hidden_size * shape.element_size
-            seconds += 2 * (SUM + sent / (gpu.link * 1e9))
+            seconds += 2 * (SUM + gpu.exchange_seconds(sent, shape.tp * lanes))
         written += layer.top_k * (layer.width + 2 * shape.hidden_size)
     written += NORM_PASSES * shape.hidden_size * shape.num_layers
     seconds += shape.num_layers * (SMALL_KERNELS * small + ATTENTION)
@@ -108,8 +108,9 @@ def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
 
 def _sum_seconds(num_bytes: float, tp: int, gpu: Gpu) -> float:
     """Of a tensor over `tp` ranks: each reads all others, or NCCL moves less and begins later."""
-    once = (tp - 1) * num_bytes / (gpu.link * 1e9)  # at the rate of the link
-    return min(PEER_SUM + once, SUM + 2 / tp * once)
+    once = (tp - 1) * num_bytes / gpu.rate(tp)
+    nccl = SUM + 2 / tp * once
+    return nccl if tp > gpu.per_node else min(PEER_SUM + once, nccl)
 
 
 def _attention_seconds(shape: RankShape, bandwidth: float, flops: float, step: Step) -> float:

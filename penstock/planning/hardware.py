@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.protocol.errors import ConfigError
 
 GIB = 2**30
 PCIE = 25.0
+NETWORK = 50.0  # 400 Gbit/s for each GPU
+MOST_GPUS = 1 << 20  # all are on one node
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,19 @@ class Gpu:
     memory_gib: float  # that a process sees
     bandwidth: float  # of memory, TB/s
     flops: float  # dense, of 16-bit floats, TFLOP/s
-    link: float = PCIE  # to the other GPUs, GB/s in one direction
+    link: float = PCIE  # to the other GPUs of its node, GB/s in one direction
+    network: float = NETWORK  # to those of other nodes
+    per_node: int = MOST_GPUS
+
+    def rate(self, num_ranks: int) -> float:
+        """Bytes per second between neighbouring ranks: over the network, if they need nodes."""
+        return 1e9 * (self.link if num_ranks <= self.per_node else self.network)
+
+    def exchange_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """For a rank to send as much to each of the others, those of other nodes at once."""
+        far = max(num_ranks - self.per_node, 0) / num_ranks
+        near = num_bytes * (1 - far) / (self.link * 1e9)
+        return max(near, num_bytes * far / (self.network * 1e9))
 
     @property
     def memory(self) -> int:
@@ -56,6 +70,16 @@ def find_gpu(name: str) -> Gpu:
         f"the GPU {name!r} is unknown: {said}Known are {', '.join(GPUS)}; of any other, give "
         "--memory, --bandwidth and --flops"
     )
+
+
+def on_nodes(gpu: Gpu, num_gpus: int, num_nodes: int, network: float) -> Gpu:
+    """The GPU as one of so many nodes with as many each. `network` is in GB/s per GPU."""
+    if not 0 < network < float("inf"):
+        raise ConfigError(f"--network must be above 0, got {network:g}")
+    if num_nodes < 1 or num_gpus % num_nodes:
+        raise ConfigError(f"--nodes must divide the {num_gpus} GPUs, got {num_nodes}")
+    per_node = num_gpus // num_nodes if num_nodes > 1 else MOST_GPUS
+    return replace(gpu, network=network, per_node=per_node)
 
 
 def choose_gpu(

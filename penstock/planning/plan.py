@@ -255,7 +255,8 @@ def make_plan(planner: Planner, num_gpus: int) -> Plan:
                 errors[str(partition)] = error
 
     tried: list[Way] = []
-    try_ways(with_stages=planner.gpu.link <= PCIE)
+    is_apart = num_gpus > planner.gpu.per_node
+    try_ways(with_stages=is_apart or planner.gpu.link <= PCIE)
     if parallel.pipeline_parallel_size == 1 and not any(own.fits for own in splits):
         try_ways(with_stages=True)
     if not splits:
@@ -370,6 +371,11 @@ def assumptions(plan: Plan) -> Iterable[str]:
         yield (
             "Several ranks were not measured. Sums over ranks are assumed to move "
             f"{plan.gpu.link:g} GB/s, and to take 4 us each over peer memory, 12 us with NCCL."
+        )
+    if plan.num_gpus > plan.gpu.per_node:
+        yield (
+            "Tensor-parallel ranks and stages that do not fit on one node are assumed to move all "
+            "bytes at the rate of the network, and experts their share of tokens."
         )
     if any(_partition(own).is_eager for own in plan.splits):
         yield (

@@ -31,7 +31,7 @@ def text_of(plan: Plan) -> str:
         f"{plan.model} ({plan.architecture}), {weights}, KV cache in {plan.kv_dtype}, "
         f"up to {plan.max_model_len:,} tokens",
         f"{plan.num_gpus} x {gpu.name}: {gpu.memory_gib:g} GiB, {gpu.bandwidth:g} TB/s, "
-        f"{gpu.flops:g} TFLOP/s each",
+        f"{gpu.flops:g} TFLOP/s each{_nodes(plan)}",
         f"Requests of {plan.input_len:,} input and {plan.output_len:,} output tokens. A token "
         f"takes {first.kv_bytes_per_token / 1024:.0f} KiB of a GPU's KV cache (tp={first.tp})",
         "",
@@ -45,6 +45,13 @@ def text_of(plan: Plan) -> str:
     for text in assumptions(plan):
         lines += textwrap.wrap(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _nodes(plan: Plan) -> str:
+    if plan.num_gpus <= plan.gpu.per_node:
+        return ""
+    num_nodes = plan.num_gpus // plan.gpu.per_node
+    return f"; {num_nodes} nodes, {plan.gpu.network:g} GB/s between them for each"
 
 
 def _row(split: Split, sizes: Sequence[str]) -> list[str]:
