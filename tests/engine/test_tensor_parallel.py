@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from faults.points import FaultPoints
-from tiny_engine import OPTIONS
+from tiny_engine import open_llm
 from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM, SamplingParams
@@ -27,8 +27,10 @@ from penstock.protocol.calls import encode
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError
 from penstock.protocol.step import NewRequest, ScheduledRequest, StepFailure, StepPlan
 
+LONG_STEPS = {"max_num_batched_tokens": 64}
 
-def run(model: Path, ranks: int, **options: Any) -> list[list[int]]:
+
+def generate(llm: LLM) -> list[list[int]]:
     rng = random.Random(5)
     prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(n)]} for n in (2, 9, 33, 60)]
     params = [
@@ -36,27 +38,42 @@ def run(model: Path, ranks: int, **options: Any) -> list[list[int]]:
         SamplingParams(temperature=0.9, seed=1, max_tokens=16, repetition_penalty=1.1),
         SamplingParams(temperature=0.9, seed=2, max_tokens=16, top_k=20, top_p=0.9, logprobs=1),
     ]
-    options = {**OPTIONS, "max_num_batched_tokens": 64, **options}
-    with LLM(str(model), tensor_parallel_size=ranks, **options) as llm:
-        outputs = llm.generate(
-            [prompt for prompt in prompts for _ in params], params * len(prompts), use_tqdm=False
-        )
+    outputs = llm.generate(
+        [prompt for prompt in prompts for _ in params], params * len(prompts), use_tqdm=False
+    )
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_two_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
-    """With a vocabulary that does not split evenly, and fewer key heads than ranks."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its vocabulary does not split evenly, and it has fewer key heads than ranks."""
     odd = {"vocab_size": 251, "num_key_value_heads": 1}
-    model = make_checkpoint(tmp_path, "llama_tied_biased", **odd)
-    expected = run(model, ranks=1)
-    assert run(model, ranks=2) == expected
-    assert run(model, ranks=2, async_scheduling=True) == expected
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama_tied_biased", **odd)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with open_llm(model, **LONG_STEPS) as llm:
+        return generate(llm)
+
+
+def test_two_ranks_give_one_ranks_tokens_until_one_dies(
+    model: Path, expected: list[list[int]]
+) -> None:
+    with open_llm(model, tensor_parallel_size=2, **LONG_STEPS) as llm:
+        assert generate(llm) == expected
+        executor_of(llm)._processes[1].kill()
+        with pytest.raises(EngineDeadError, match="worker"):
+            generate(llm)
 
 
 @pytest.mark.slow
 def test_four_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama_tied_biased", vocab_size=251, num_key_value_heads=2)
-    assert run(model, ranks=4) == run(model, ranks=1)
+    with open_llm(model, **LONG_STEPS) as llm:
+        expected = generate(llm)
+    with open_llm(model, tensor_parallel_size=4, **LONG_STEPS) as llm:
+        assert generate(llm) == expected
 
 
 def executor_of(llm: LLM) -> MultiProcessExecutor:
@@ -66,14 +83,8 @@ def executor_of(llm: LLM) -> MultiProcessExecutor:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
-
-
-@pytest.fixture(scope="module")
 def shared_llm(model: Path) -> Iterator[LLM]:
-    options = {**OPTIONS, "async_scheduling": True}
-    with LLM(str(model), tensor_parallel_size=2, **options) as llm:
+    with open_llm(model, tensor_parallel_size=2, async_scheduling=True, **LONG_STEPS) as llm:
         assert llm.engine.limits.max_in_flight == 2
         yield llm
 
@@ -83,6 +94,10 @@ def ranks(shared_llm: LLM) -> Iterator[LLM]:
     """Two ranks for tests that leave them running. They have forgotten the test before."""
     yield shared_llm
     executor_of(shared_llm).call("reset")
+
+
+def test_two_steps_in_flight_give_one_ranks_tokens(ranks: LLM, expected: list[list[int]]) -> None:
+    assert generate(ranks) == expected
 
 
 def plan_of(step_id: int, request_id: str, masked: bool = False, num_known: int = 3) -> StepPlan:
@@ -127,24 +142,17 @@ def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultPoints:
 def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
     model: Path, points: FaultPoints
 ) -> None:
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
-        processes = executor_of(llm)._processes
-        points.raise_at(FORWARD)  # the other rank waits for it in a collective
-        prompt = {"prompt_token_ids": [1, 2, 3]}
-        with pytest.raises(EngineDeadError, match=r"did not come back|not on others"):
-            llm.generate(prompt, SamplingParams(max_tokens=4), use_tqdm=False)
-        assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2
-
-
-def test_a_rank_that_reads_no_more_keeps_nobody_waiting(model: Path, points: FaultPoints) -> None:
-    """Not even with a message that is larger than what fits between two processes."""
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+    """A rank that reads no more keeps nobody waiting, not even with a message that is larger than
+    what fits between two processes."""
+    with open_llm(model, tensor_parallel_size=2) as llm:
         executor = executor_of(llm)
+        processes = list(executor._processes)
         points.raise_at(FORWARD)  # the other rank waits for it in a collective
         executor.launch(plan_of(1, "a"))
         executor.launch(plan_of(2, "b", num_known=4_000_000))
         with pytest.raises(EngineDeadError, match=r"did not come back|not on others"):
             executor.collect()
+        assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_a_message_larger_than_what_fits_between_processes_arrives(ranks: LLM) -> None:
@@ -247,33 +255,17 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        LLM(str(model), tensor_parallel_size=2, **OPTIONS)
-
-
-def test_the_death_of_a_rank_is_seen_at_once(model: Path) -> None:
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
-        executor_of(llm)._processes[1].kill()
-        with pytest.raises(EngineDeadError, match="worker"):
-            llm.generate(
-                {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4), use_tqdm=False
-            )
+        open_llm(model, tensor_parallel_size=2)
 
 
 def test_what_a_rank_said_last_is_told_though_a_message_to_it_fails_first(model: Path) -> None:
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
-        executor = executor_of(llm)
-        executor._send("no_such_method", ())  # which nobody waits for
-        for process in executor._processes:
-            process.wait(60)
-        with pytest.raises(EngineDeadError, match="no_such_method"):
-            executor.launch(plan_of(1, "a"))
-
-
-def test_with_one_rank_all_end_at_once(model: Path) -> None:
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+    """All end with it at once, though the others could go on."""
+    with open_llm(model, tensor_parallel_size=2) as llm:
         executor = executor_of(llm)
         processes = list(executor._processes)
         executor._unsent[1] += framed(encode(Call("no_such_method", [])))
+        executor._flush()
+        processes[1].wait(60)
         with pytest.raises(EngineDeadError, match="no_such_method"):
-            executor.call("reset")
-        assert processes[0].wait(60) == -signal.SIGKILL  # though it could go on
+            executor.launch(plan_of(1, "a"))
+        assert processes[0].wait(60) == -signal.SIGKILL
