@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterable
 
 from penstock.config.engine import all_options
+from penstock.config.eplb import EplbSettings
 from penstock.config.kv_events import KVEventsSettings
 from penstock.config.options import Option, options_of
+from penstock.config.ray_serve import RayServeConfig
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
 from penstock.config.speculative import SpeculativeSettings
@@ -38,12 +40,23 @@ _KV_EVENTS = """\
 Keys of `kv_events_config`. [Scaling](scaling.md#external-load-balancers) describes the events.
 """
 
+_EPLB = """\
+Keys of `eplb_config`. [Scaling](scaling.md#load-balancing-of-experts) describes it.
+"""
+
 _TITLES = {"lora": "LoRA", "kv_events": "KV events"}
 
 _SERVER = """\
 ## Server
 
 Flags of `penstock serve`, in addition to the engine's, and keys of its `--config` file.
+"""
+
+_RAY_SERVE = """\
+## Ray Serve
+
+Arguments of the [Ray Serve application](scaling.md#ray-serve), in addition to the engine's and the
+server's.
 """
 
 _SAMPLING = """\
@@ -64,11 +77,14 @@ def render() -> str:
             parts.append(
                 _SPECULATIVE + "\n" + _table(options_of(SpeculativeSettings), "speculative_config.")
             )
+        if section == "parallel":
+            parts.append(_EPLB + "\n" + _table(options_of(EplbSettings), "eplb_config."))
         if section == "kv_events":
             parts.append(
                 _KV_EVENTS + "\n" + _table(options_of(KVEventsSettings), "kv_events_config.")
             )
     parts.append(_SERVER + "\n" + _table(options_of(ServerConfig)))
+    parts.append(_RAY_SERVE + "\n" + _table(options_of(RayServeConfig)))
     parts.append(_SAMPLING + "\n" + _table(sampling_options()))
     return "\n".join(parts)
 

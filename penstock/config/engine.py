@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.config.chat import ChatConfig
+from penstock.config.eplb import EplbSettings
 from penstock.config.kv_events import KVEventsConfig
 from penstock.config.lora import LoRAConfig
 from penstock.config.media import MediaConfig
@@ -129,6 +130,14 @@ class ParallelConfig:
         "with experts. With data_parallel_size they are spread over the ranks of all replicas, "
         "which then are one engine and step together (docs/scaling.md).",
     )
+    enable_eplb: bool = option(
+        False,
+        "Move experts between ranks so that all have equal work, with copies of the busiest ones. "
+        "Requires enable_expert_parallel.",
+    )
+    eplb_config: dict[str, Any] | None = option(
+        None, 'Load balancing of experts, as JSON such as {"num_redundant_experts": 8}.'
+    )
     distributed_executor_backend: Literal["mp", "ray"] = option(
         "mp",
         "Who starts the ranks. mp: this machine, and with nnodes others that join it; ray: a Ray "
@@ -189,6 +198,15 @@ class ParallelConfig:
         for index in range(len(self.replica_devices)):
             self.devices_of(index)
         self._check_nodes()
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ConfigError("eplb_config needs enable_eplb")
+        num_ranks = self.tensor_parallel_size * self.num_lanes
+        if self.enable_eplb and not (self.enable_expert_parallel and num_ranks > 1):
+            raise ConfigError(
+                "enable_eplb needs experts that are spread over ranks: set enable_expert_parallel, "
+                "and tensor_parallel_size or data_parallel_size above 1"
+            )
+        EplbSettings.parse(self.eplb_config)
 
     def _check_nodes(self) -> None:
         require(self, "nnodes", "master_port", least=1)
@@ -232,6 +250,15 @@ class ParallelConfig:
     def num_ranks(self) -> int:
         """Ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_lanes
+
+    @property
+    def eplb(self) -> EplbSettings | None:
+        """None: experts stay where they are."""
+        return EplbSettings.parse(self.eplb_config) if self.enable_eplb else None
+
+    @property
+    def num_redundant_experts(self) -> int:
+        return 0 if self.eplb is None else self.eplb.num_redundant_experts
 
     def devices_of(self, replica: int) -> tuple[int, ...]:
         """The GPUs or cores in `replica_devices`. Empty: none are given for this replica."""
@@ -331,6 +358,8 @@ class EngineConfig:
             raise ConfigError("skip_tokenizer_init and tokenizer cannot be combined: drop one")
         if self.model.skip_tokenizer_init and self.model.chat_template is not None:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
+        if self.lora.enable_lora and self.parallel.enable_eplb:
+            raise ConfigError("enable_lora and enable_eplb cannot be combined: drop one of them")
         if self.lora.enable_lora and self.parallel.num_lanes > 1:
             raise ConfigError(
                 "enable_lora does not work with experts that are spread over replicas: drop "

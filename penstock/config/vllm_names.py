@@ -113,7 +113,6 @@ NOT_SUPPORTED = {
     "max_long_partial_prefills": ForeignOption("use long_prefill_token_threshold", (1,)),
     "prefill_context_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
     "decode_context_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
-    "enable_eplb": _switch("use enable_expert_parallel: experts stay where they are"),
     "enable_dbo": _switch("leave it out"),
     "enable_elastic_ep": _switch("leave it out"),
     "all2all_backend": ForeignOption(

@@ -56,6 +56,12 @@ class RankGroup:
         dist.all_gather([*stacked.unbind(0)], x.contiguous(), group=self.process_group)
         return stacked
 
+    def exchange(self, x: torch.Tensor, going: list[int], coming: list[int]) -> torch.Tensor:
+        """Rows for each rank, in rank order -> the rows that the ranks have for this one."""
+        out = x.new_empty((sum(coming), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), coming, going, group=self.process_group)
+        return out
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -35,6 +35,7 @@ from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter, DraftSetup
 from penstock.runner.drafters import make_drafter
+from penstock.runner.expert_balance import ExpertBalancer
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
 from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.runner import ModelRunner
@@ -113,10 +114,15 @@ class Worker:
             self.pooler = make_pooler(self.model, task, config, source, files)
         self.adapters = self._make_adapters()
         self.runner: ModelRunner | None = None
-        self.routed_experts: RoutedExpertsRecorder | None = None
-        if config.model.enable_return_routed_experts:
+        recorder, eplb = None, config.parallel.eplb
+        if config.model.enable_return_routed_experts or eplb is not None:
             max_rows = max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
-            self.routed_experts = RoutedExpertsRecorder(self.model, max_rows, platform.device)
+            recorder = RoutedExpertsRecorder(self.model, max_rows, platform.device)
+        self.routed_experts = recorder if config.model.enable_return_routed_experts else None
+        self.balancer: ExpertBalancer | None = None
+        if eplb is not None:
+            assert recorder is not None
+            self.balancer = ExpertBalancer(self.model, recorder, mesh.ep, eplb)
 
     def _make_adapters(self) -> AdapterStore | None:
         lora, model = self.config.lora, self.model
@@ -162,6 +168,7 @@ class Worker:
             logprobs_mode=self.config.model.logprobs_mode,
             link=link,
             takes_media=limits.encoder_rows > 0,
+            balancer=self.balancer,
         )
         self._steps = StepQueue(self.runner, fails_alone=not self.mesh.spans_replicas)
 

@@ -23,6 +23,7 @@ class Build:
     linear_method: LinearMethod = field(default_factory=DenseMethod)
     generates: bool = True  # False: hidden states are pooled, without logits
     takes_media: bool = False  # False: vision towers are not built
+    num_redundant_experts: int = 0  # second copies, over all ranks that experts are spread over
 
     def in_float32(self) -> Build:
         """For layers after pooling, which compute in float32 whatever the model's type."""

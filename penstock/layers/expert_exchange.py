@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.expert_share import spread_experts
+from penstock.layers.expert_placement import PlacedExperts
 
 # (rows [m, hidden], weights [m, 1], ids [m, 1]) -> [m, hidden]
 RunRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,23 +23,18 @@ RunRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class ExpertExchange(nn.Module):
     """Dispatches tokens to the ranks of their experts, and combines the outputs."""
 
-    def __init__(self, build: Build, num_experts: int, hidden_size: int) -> None:
+    def __init__(self, build: Build, hidden_size: int) -> None:
         super().__init__()
         self.ep, self.tp = build.mesh.ep, build.tp
+        self.device = build.device
         self.hidden_size = hidden_size
-        held = spread_experts(num_experts, self.ep.size)
-        owners = [rank for rank, experts in enumerate(held) for _ in experts]
-        numbers = [number for experts in held for number in range(len(experts))]
-        self.register_buffer("owners", _integers(owners, build), persistent=False)
-        self.register_buffer("numbers", _integers(numbers, build), persistent=False)
-        self.owners: torch.Tensor  # by expert: its rank
-        self.numbers: torch.Tensor  # by expert: its place among those of its rank
 
     def forward(
         self,
         x: torch.Tensor,  # [n, hidden_size]
         weights: torch.Tensor,  # [n, top_k] float32
         ids: torch.Tensor,  # [n, top_k]
+        placed: PlacedExperts,
         run: RunRows,
         scale_inputs: bool = False,
     ) -> torch.Tensor:
@@ -50,59 +45,49 @@ class ExpertExchange(nn.Module):
         count = len(x)
         size = -(-count // self.tp.size)  # tokens of a rank
         own = slice(min(self.tp.rank * size, count), min((self.tp.rank + 1) * size, count))
-        output = self._exchange(x[own], weights[own], ids[own], run, scale_inputs)
+        output = self._exchange(x[own], weights[own], ids[own], placed, run, scale_inputs)
         if self.tp.size == 1 or not count:
             return output
         padded = x.new_zeros(size, x.shape[1])
         padded[: len(output)] = output
         return self.tp.stack(padded).flatten(0, 1)[:count]
 
-    def join(self, run: RunRows, dtype: torch.dtype, top_k: int) -> None:
+    def join(self, placed: PlacedExperts, run: RunRows, dtype: torch.dtype, top_k: int) -> None:
         """Compute other replicas' tokens in a step in which this one has none."""
-        device = self.owners.device
-        x = torch.empty(0, self.hidden_size, dtype=dtype, device=device)
-        weights = torch.empty(0, top_k, device=device)
-        self._exchange(x, weights, weights.int(), run, False)
+        x = torch.empty(0, self.hidden_size, dtype=dtype, device=self.device)
+        weights = torch.empty(0, top_k, device=self.device)
+        self._exchange(x, weights, weights.int(), placed, run, False)
 
     def _exchange(
         self,
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
+        placed: PlacedExperts,
         run: RunRows,
         scale_inputs: bool,
     ) -> torch.Tensor:
         num_tokens, top_k = ids.shape
         ids, order = ids.long().sort(dim=-1)  # a token's experts in the order of their numbers
         weights = weights.gather(1, order)
-        pairs = ids.flatten()
-        by_owner = self.owners[pairs].argsort(stable=True)
+        owners, places = (found.flatten() for found in placed.find(weights, ids))
+        by_owner = owners.argsort(stable=True)
         rows = x.repeat_interleave(top_k, dim=0)
         if scale_inputs:
             rows = rows * weights.flatten()[:, None].to(x.dtype)
-        sent = self.owners[pairs].bincount(minlength=self.ep.size)
+        sent = owners.bincount(minlength=self.ep.size)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.ep.process_group)
         going, coming = sent.tolist(), received.tolist()
-        others = self._send(rows[by_owner], going, coming)
-        numbers = self._send(self.numbers[pairs[by_owner]], going, coming)
+        others = self.ep.exchange(rows[by_owner], going, coming)
+        numbers = self.ep.exchange(places[by_owner], going, coming)
         ones = torch.ones(len(others), 1, device=x.device)
         outputs = run(others, ones, numbers.int()[:, None]) if len(others) else others
         back = torch.empty_like(rows)
-        back[by_owner] = self._send(outputs, coming, going)
+        back[by_owner] = self.ep.exchange(outputs, coming, going)
         by_token = back.view(num_tokens, top_k, x.shape[1])
         total = torch.zeros_like(x)
         for place in range(top_k):
             each = by_token[:, place]
             total += each if scale_inputs else (each * weights[:, place, None]).to(x.dtype)
         return total
-
-    def _send(self, x: torch.Tensor, going: list[int], coming: list[int]) -> torch.Tensor:
-        """Rows for each rank, in rank order -> the rows that the ranks have for this one."""
-        out = x.new_empty((sum(coming), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), coming, going, group=self.ep.process_group)
-        return out
-
-
-def _integers(numbers: list[int], build: Build) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=build.device)

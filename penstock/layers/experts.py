@@ -8,7 +8,7 @@ debug log.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,13 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.expert_exchange import ExpertExchange
-from penstock.layers.expert_share import ExpertShare, take_share
+from penstock.layers.expert_placement import PlacedExperts, Placement
+from penstock.layers.expert_router import Router
+from penstock.layers.expert_share import take_share
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.loadable import Expected, Shape, copy_shard
-from penstock.layers.quantization import DeferredQuantization, DenseMethod, LinearMethod, Shard
+from penstock.layers.quantization import DeferredQuantization, Shard
 from penstock.layers.sublayers import GatedMLP
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
@@ -50,7 +52,8 @@ class ExpertsConfig:
     scale_inputs: bool = False  # routing weights scale the experts' inputs, not their outputs
     shared_size: int = 0  # intermediate size of the shared expert; 0: none
     shared_gate: bool = False  # a gate scales the shared expert's output
-    held: tuple[int, ...] | None = None  # the experts of this rank; None: all, or slices of all
+    placement: Placement | None = None  # of whole experts; None: this rank has all, or slices
+    held: tuple[int, ...] | None = None  # the experts that this rank reads; None: all
 
     @property
     def own_experts(self) -> Sequence[int]:
@@ -78,11 +81,12 @@ class Experts(nn.Module):
         self.gate = Router(build, config)
         implementation, self.choice = choose_implementation(own_build, config)
         self.experts = implementation.make(own_build, config)
-        self.share = self.exchange = None
+        self.placed = self.exchange = None
+        if config.placement is not None:
+            args = (config.placement, config.num_experts, build.mesh.ep.rank, build.device)
+            self.placed = PlacedExperts(*args)
         if build.mesh.spans_replicas:
-            self.exchange = ExpertExchange(build, config.num_experts, config.hidden_size)
-        elif config.held is not None:
-            self.share = ExpertShare(build, config)
+            self.exchange = ExpertExchange(build, config.hidden_size)
         self.shared_expert = self.shared_expert_gate = None
         if config.shared_size:
             self.shared_expert = GatedMLP(build, config.hidden_size, config.shared_size)
@@ -96,10 +100,11 @@ class Experts(nn.Module):
         if self.record is not None:
             self.record[: len(ids)] = ids
         if self.exchange is not None:
-            output = self.exchange(x, weights, ids, self.experts, self.scale_inputs)
+            assert self.placed is not None
+            output = self.exchange(x, weights, ids, self.placed, self.experts, self.scale_inputs)
         else:
-            if self.share is not None:
-                weights, ids = self.share(weights, ids)
+            if self.placed is not None:
+                weights, ids = self.placed.held_here(weights, ids)
             run = self._run_scaled if self.scale_inputs else self._run
             output = self.build.tp.all_reduce(run(x, weights, ids))
         if self.shared_expert is not None:
@@ -112,7 +117,8 @@ class Experts(nn.Module):
     def join(self) -> None:
         """Take part in a step in which only other replicas have tokens."""
         assert self.exchange is not None, "no other ranks wait"
-        self.exchange.join(self.experts, self.build.dtype, self.routing.top_k)
+        assert self.placed is not None
+        self.exchange.join(self.placed, self.experts, self.build.dtype, self.routing.top_k)
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if self.adapter is not None:
@@ -126,50 +132,6 @@ class Experts(nn.Module):
         scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)  # [n * top_k, hidden]
         routed = self._run(scaled, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1))
         return routed.view(*weights.shape, x.shape[1]).sum(1)
-
-
-class Router(Linear):
-    """The experts' scores. A small layer, replicated on every rank and never quantized."""
-
-    def __init__(self, build: Build, config: ExpertsConfig) -> None:
-        if config.router_float32:
-            build = replace(build, dtype=torch.float32, linear_method=_float32_method(build))
-        super().__init__(
-            build, config.hidden_size, [Part("", config.num_experts, 1)], config.router_bias
-        )
-        self.dtype = torch.float32 if config.router_float32 else None
-        self.may_quantize = False
-        self.correction: nn.Parameter | None = None
-        if config.correction:
-            data = torch.empty(config.num_experts, dtype=torch.float32, device=build.device)
-            self.correction = nn.Parameter(data, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x if self.dtype is None else x.to(self.dtype))
-
-    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
-        shapes = dict(super().expected())
-        if self.correction is not None:
-            shapes["e_score_correction_bias", ""] = tuple(self.correction.shape)
-        return shapes
-
-    def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        if parameter != "e_score_correction_bias":
-            super().load(parameter, part, tensor)
-            return
-        assert self.correction is not None
-        assert not isinstance(tensor, BlockTensor)
-        self.correction.copy_(tensor)
-
-
-def _float32_method(build: Build) -> LinearMethod:
-    """Keeps weights in float32. In the C++ library, a row does not depend on its neighbours."""
-    method = build.linear_method
-    if build.device.type == "cpu" and method.packs and not isinstance(method, DeferredQuantization):
-        from penstock.layers.native import NativeMethod  # needs the library, which is loaded
-
-        return NativeMethod(float_dtype=torch.float32)
-    return DenseMethod()
 
 
 class ExpertWeights(nn.Module):
@@ -199,6 +161,15 @@ class ExpertWeights(nn.Module):
         gate_up, down = self.biases()
         own = gate_up if matrix == "gate_up" else down
         return None if own is None else own[expert]
+
+    def tensors_of(self, expert: int) -> list[torch.Tensor]:
+        """All that belongs to one of this rank's experts, in place."""
+        biases = [own[expert] for own in (self.gate_up_bias, self.down_bias) if own is not None]
+        return [*biases, *self.matrices_of(expert)]
+
+    def matrices_of(self, expert: int) -> list[torch.Tensor]:
+        """The tensors of an expert's matrices, in place."""
+        raise NotImplementedError
 
     def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] times an expert's "gate_up" (gate rows, then up rows) or "down", on this rank.
@@ -283,6 +254,9 @@ class StackedExperts(ExpertWeights):
             x, weights, ids, self.gate_up, self.down, self.config.activation, *self.biases()
         )
 
+    def matrices_of(self, expert: int) -> list[torch.Tensor]:
+        return [self.gate_up[expert], self.down[expert]]
+
     def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.gate_up[expert] if matrix == "gate_up" else self.down[expert])
 
@@ -320,6 +294,9 @@ class PackedExperts(nn.ModuleDict):
 
     def bias(self, expert: int, matrix: str) -> torch.Tensor | None:
         return self._matrix(expert, matrix).own_bias
+
+    def tensors_of(self, expert: int) -> list[torch.Tensor]:
+        return [*self._own[expert].parameters(), *self._own[expert].buffers()]
 
     def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
         layer = self._matrix(expert, matrix)

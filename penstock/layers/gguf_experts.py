@@ -31,12 +31,20 @@ class GgufExperts(ExpertWeights):
 
     def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
         assert self.down is not None
-        outputs = []
-        for own in self.gate_up if matrix == "gate_up" else [self.down]:
-            size = own.shape[0] // len(self.config.own_experts)
-            rows = own.rows(expert * size, (expert + 1) * size)
-            outputs.append(self.build.ops.gguf_linear(x, rows, None))
+        outputs = [
+            self.build.ops.gguf_linear(x, self._rows(own, expert), None)
+            for own in (self.gate_up if matrix == "gate_up" else [self.down])
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def matrices_of(self, expert: int) -> list[torch.Tensor]:
+        assert self.down is not None
+        rows = [self._rows(own, expert) for own in (*self.gate_up, self.down)]
+        return [tensor for own in rows for tensor in own.tensors().values()]
+
+    def _rows(self, matrix: BlockMatrix, expert: int) -> BlockMatrix:
+        size = matrix.shape[0] // len(self.config.own_experts)
+        return matrix.rows(expert * size, (expert + 1) * size)
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         expert, name = self.place_of(part)

@@ -60,6 +60,7 @@ def load_model(
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
         generates=task == "generate",
         takes_media=config.media.takes_media and task == "generate" and mesh.pp.size == 1,
+        num_redundant_experts=config.parallel.num_redundant_experts,
     )
     merger = None
     settings = source.config

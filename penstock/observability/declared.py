@@ -86,6 +86,10 @@ OF_ENGINES = (
     # -- the workers' work: counted in `StepResult.metrics` by rank 0
     Declared("eager_steps", "counter", "Forward passes that ran without a CUDA graph."),
     Declared("graph_steps", "counter", "Forward passes replayed from a CUDA graph."),
+    # Of the placements that `enable_eplb` looked at, with their copies sharing the work:
+    Declared("expert_tokens_mean", "counter", "Tokens of experts on a rank, on average."),
+    Declared("expert_tokens_busiest", "counter", "Tokens of experts on the busiest rank."),
+    Declared("expert_moves", "counter", "Experts that were sent to another rank."),
     Declared("iteration_tokens_total", "histogram", "Tokens computed by a step.", TOKENS),
     # -- speculative decoding
     Declared("spec_decode_num_drafts", "counter", "Draft proposals that steps verified."),

@@ -157,6 +157,7 @@ def shape_of(
         linear_method=DeferredQuantization() if quantization is not None else DenseMethod(),
         generates=generates,
         takes_media=config.media.takes_media and generates and partition.pp == 1,
+        num_redundant_experts=config.parallel.num_redundant_experts,
     )
     model = build_model(source.config, build, config.model.model_impl)
     if quantization is not None:

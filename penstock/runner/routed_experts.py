@@ -1,4 +1,4 @@
-"""Records which experts each token was routed to, for `enable_return_routed_experts`."""
+"""Records which experts each token was routed to: for requests that ask, and to balance load."""
 
 from __future__ import annotations
 
@@ -28,9 +28,17 @@ class RoutedExpertsRecorder:
         for index, layer in enumerate(layers):
             layer.record = self._buffer[:, index, : layer.routing.top_k]
 
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
+    def rows(self, num_rows: int) -> torch.Tensor:
+        """A launched step's choices [num_rows, layers, top_k], until the next one."""
+        return self._buffer[:num_rows]
+
     def take(self, num_rows: int) -> torch.Tensor:
         """Start copying a launched step's choices to the host."""
-        rows = self._buffer[:num_rows]
+        rows = self.rows(num_rows)
         if rows.device.type == "cpu":
             return rows.clone()
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)

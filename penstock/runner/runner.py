@@ -26,6 +26,7 @@ from penstock.protocol.step import (
 )
 from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter
+from penstock.runner.expert_balance import ExpertBalancer
 from penstock.runner.forward import HostSteps, StepBatch, Steps
 from penstock.runner.generation import GenerationHead
 from penstock.runner.graphs import GraphPool
@@ -89,8 +90,10 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         link: StageLink | None = None,
         takes_media: bool = False,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
         self.model = model
+        self.balancer = balancer
         self.link = link
         computes_logits = pooler is None and (link is None or link.is_last)
         self.drafter = drafter
@@ -150,6 +153,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Update the tables from the plan and compute its tokens."""
         handed = self._receive(plan)
+        if self.balancer is not None and (plan.scheduled or plan.joins):
+            self.balancer.begin_step()
         self._apply(plan)
         if not plan.scheduled:
             if plan.joins:
@@ -160,6 +165,8 @@ class ModelRunner:
         handle = StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))
         if self.routed_experts is not None:
             handle.routed_experts = self.routed_experts.take(batch.layout.num_rows)
+        if self.balancer is not None:
+            self.balancer.count(batch.layout.num_rows)
         return handle
 
     @torch.inference_mode()
@@ -188,6 +195,9 @@ class ModelRunner:
             )
         metrics = dict(self.steps.metrics)
         self.steps.metrics.clear()
+        if self.balancer is not None:
+            metrics |= self.balancer.metrics
+            self.balancer.metrics.clear()
         return StepResult(
             step_id=handle.step_id, results=results, metrics=metrics, finished_jobs=finished
         )

@@ -25,6 +25,12 @@ PARAMS = [
 ]
 IN_CHUNKS = {"max_num_batched_tokens": 16}
 ODD_EXPERTS = {"num_experts": 5}  # ranks have different numbers of them
+BALANCED = {  # with a move of experts every few steps
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 1, "window_size": 3, "step_interval": 4},
+}
+
+SPREAD = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
 
 
 def generate(llm: LLM) -> list[tuple[list[int], list[dict[int, float]]]]:
@@ -47,6 +53,20 @@ def assert_same(found: Any, expected: Any, tolerance: float) -> None:
             assert row == pytest.approx(other, abs=tolerance)
 
 
+def without_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in BALANCED}
+
+
+def check_moves(llm: LLM, options: dict[str, Any]) -> None:
+    """Experts have moved while the requests ran, if they may."""
+    metrics = llm.engine.take_metrics()
+    if "enable_eplb" in options:
+        assert metrics["expert_moves"] > 0
+        assert metrics["expert_tokens_busiest"] > metrics["expert_tokens_mean"] > 0
+    else:
+        assert "expert_moves" not in metrics
+
+
 def kill_rank(llm: LLM, rank: int) -> None:
     executor = llm.engine.executor
     assert isinstance(executor, MultiProcessExecutor)
@@ -62,6 +82,12 @@ def kill_rank(llm: LLM, rank: int) -> None:
         pytest.param("qwen2_moe", {}, {"cpu_backend": "torch"}, marks=pytest.mark.slow),
         pytest.param("llama4", {}, {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {}, {"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {}, BALANCED | {"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {}, BALANCED | IN_CHUNKS, marks=pytest.mark.slow),
+        pytest.param(
+            "deepseek_v2", {}, BALANCED | {"quantization": "int8"}, marks=pytest.mark.slow
+        ),
+        pytest.param("mixtral", {}, BALANCED | {"quantization": "fp8"}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", {}, IN_CHUNKS, marks=pytest.mark.slow),
     ],
 )
@@ -70,13 +96,14 @@ def test_two_ranks_with_some_experts_each_give_one_ranks_tokens(
 ) -> None:
     """Also from the prefix cache; and no rank goes on alone after the other was killed."""
     checkpoint = make_checkpoint(tmp_path, variant, **sizes)
-    with open_llm(checkpoint, **options) as llm:
+    with open_llm(checkpoint, **without_ranks(options)) as llm:
         expected = generate(llm)
     spread = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with open_llm(checkpoint, **options, **spread) as llm:
         for _ in range(2):
             assert_same(generate(llm), expected, tolerance=1e-4)
         assert llm.engine.stats().num_prefix_hits > 0
+        check_moves(llm, options)
         kill_rank(llm, 1)
         with pytest.raises(EngineDeadError, match="worker"):
             generate(llm)
@@ -85,7 +112,8 @@ def test_two_ranks_with_some_experts_each_give_one_ranks_tokens(
 @pytest.mark.parametrize(
     ("variant", "tp", "options", "is_exact"),
     [
-        ("qwen2_moe", 1, IN_CHUNKS, True),  # with a shared expert
+        ("qwen2_moe", 1, BALANCED | IN_CHUNKS, True),  # with a shared expert
+        pytest.param("qwen2_moe", 1, IN_CHUNKS, True, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", 1, IN_CHUNKS, False, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 1, IN_CHUNKS, True, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, IN_CHUNKS, False, marks=pytest.mark.slow),
@@ -99,7 +127,7 @@ def test_replicas_that_share_experts_give_one_ranks_tokens(
     """Bit for bit where a row's attention does not depend on the batch. Also if only one replica
     has requests; from the prefix cache; and no rank goes on alone after another was killed."""
     checkpoint = make_checkpoint(tmp_path, variant)
-    with open_llm(checkpoint, **options) as llm:
+    with open_llm(checkpoint, **without_ranks(options)) as llm:
         expected = generate(llm)
         longest = llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)
     spread = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": tp}
@@ -111,6 +139,7 @@ def test_replicas_that_share_experts_give_one_ranks_tokens(
             assert found == expected or not is_exact
         assert all(core.stats().num_prefix_queries for core in llm.engine.cores)
         assert llm.engine.stats().num_prefix_hits > 0
+        check_moves(llm, options)
         alone = llm.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)
         assert alone[0].outputs[0].token_ids == longest[0].outputs[0].token_ids
         kill_rank(llm, 1)
@@ -157,6 +186,24 @@ def children(pid: int, module: str) -> list[int]:
 def test_adapters_of_replicas_that_share_experts_are_refused() -> None:
     options = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_lora": True}
     with pytest.raises(ConfigError, match="enable_lora does not work with experts that are spread"):
+        EngineConfig.from_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2, "enable_eplb": True}, "set enable_expert_parallel, and"),
+        ({"enable_expert_parallel": True, "enable_eplb": True}, "or data_parallel_size above 1"),
+        ({"eplb_config": {"window_size": 5}}, "eplb_config needs enable_eplb"),
+        (SPREAD | {"eplb_config": {"num_redundant": 4}}, "did you mean 'num_redundant_experts'"),
+        (SPREAD | {"eplb_config": {"step_interval": 0}}, "eplb_config: step_interval must be at"),
+        (SPREAD | {"enable_lora": True}, "enable_lora and enable_eplb cannot be combined"),
+    ],
+)
+def test_load_balancing_without_what_it_needs_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         EngineConfig.from_options(options)
 
 

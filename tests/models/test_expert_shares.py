@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -16,7 +19,8 @@ from tiny_models import make_checkpoint
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.build import Build
-from penstock.layers.expert_share import names_elsewhere, spread_experts
+from penstock.layers.expert_placement import rebalanced, spread_experts
+from penstock.layers.expert_share import names_elsewhere
 from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.loading.checkpoint import open_checkpoint
 from penstock.loading.source import resolve_source
@@ -25,6 +29,7 @@ from penstock.ops.experts import Routing
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import detect_platform
 from penstock.protocol.errors import ConfigError
+from penstock.runner.expert_balance import move_experts
 
 # Whole quantization blocks, and experts that two ranks do not divide.
 SIZES = {"moe_intermediate_size": 64, "hidden_size": 64, "num_experts": 5}
@@ -44,6 +49,13 @@ def load(checkpoint: Path, mesh: Mesh, **options: Any) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
+def make_variant(folder: Path, variant: str) -> Path:
+    if variant != "gguf":
+        return make_checkpoint(folder, variant, **SIZES)
+    checkpoint = make_checkpoint(folder, "qwen2_moe", **SIZES)
+    return write_twin(folder / "twin.gguf", checkpoint, TWINS["qwen2moe"], quantize="Q8_0")
+
+
 def test_experts_are_spread_evenly_in_order() -> None:
     assert spread_experts(8, 4) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert spread_experts(7, 3) == [(0, 1, 2), (3, 4), (5, 6)]
@@ -51,7 +63,7 @@ def test_experts_are_spread_evenly_in_order() -> None:
         spread_experts(3, 4)
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     ("variant", "options"),
     [
         ("qwen3_moe", {}),
@@ -62,15 +74,14 @@ def test_experts_are_spread_evenly_in_order() -> None:
         ("gguf", {"cpu_backend": "torch"}),
     ],
 )
+
+
+@KINDS
 def test_the_shares_of_all_ranks_add_up(
     tmp_path: Path, variant: str, options: dict[str, Any]
 ) -> None:
     """Where ranks do not divide the experts, and for tokens whose experts are all elsewhere."""
-    checkpoint = make_checkpoint(tmp_path, "qwen2_moe" if variant == "gguf" else variant, **SIZES)
-    if variant == "gguf":
-        checkpoint = write_twin(
-            tmp_path / "twin.gguf", checkpoint, TWINS["qwen2moe"], quantize="Q8_0"
-        )
+    checkpoint = make_variant(tmp_path, variant)
     whole = load(checkpoint, Mesh(), **options)[0]
     count = whole.config.num_experts
     shares = [load(checkpoint, place(rank, 2), **options)[0] for rank in range(2)]
@@ -80,10 +91,69 @@ def test_the_shares_of_all_ranks_add_up(
     ids[0] = 0  # on the first rank alone
     parts = []
     for share in shares:
-        assert share.share is not None
-        parts.append(share.experts(x, *share.share(weights, ids)))
+        assert share.placed is not None
+        parts.append(share.experts(x, *share.placed.held_here(weights, ids)))
     assert torch.equal(parts[1][0], torch.zeros_like(x[0]))
     torch.testing.assert_close(sum(parts), whole.experts(x, weights, ids), atol=1e-5, rtol=1e-5)
+
+
+class ThreadGroup(RankGroup):
+    """Ranks in threads, which exchange rows."""
+
+    mail: dict[tuple[int, int], Queue[torch.Tensor]] = {}  # each test's own, by sender and receiver
+
+    def exchange(self, x: torch.Tensor, going: list[int], coming: list[int]) -> torch.Tensor:
+        for rank, rows in enumerate(x.split(going)):
+            self.mail[self.rank, rank].put(rows.clone())
+        parts = [self.mail[rank, self.rank].get(timeout=60) for rank in range(self.size)]
+        assert [len(part) for part in parts] == coming
+        return torch.cat(parts)
+
+
+@KINDS
+def test_experts_with_copies_add_up_before_and_after_they_move(
+    tmp_path: Path, variant: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every copy of an expert computes some of its tokens."""
+    checkpoint, ranks = make_variant(tmp_path, variant), 4
+    pairs = itertools.product(range(ranks), repeat=2)
+    monkeypatch.setattr(ThreadGroup, "mail", {pair: Queue() for pair in pairs})
+    whole = load(checkpoint, Mesh(), **options)[0]
+    eplb = {"enable_expert_parallel": True, "data_parallel_size": ranks, "enable_eplb": True,
+            "eplb_config": {"num_redundant_experts": 4}}  # fmt: skip
+    shares = [
+        load(checkpoint, Mesh(ep=RankGroup(rank, ranks)), **options, **eplb)[0]
+        for rank in range(ranks)
+    ]
+    count = whole.config.num_experts
+    x = torch.randn(40, whole.config.hidden_size)
+    weights, ids = whole.build.ops.route(whole.gate(x), whole.routing, None)
+    expected = whole.experts(x, weights, ids)
+    before = spread_experts(count, ranks, num_redundant=4)
+    after = rebalanced([0, 1, 2, 3, 90, *range(count - 5)], before)
+    assert after != before
+    for placement in (before, after, before):
+        with ThreadPoolExecutor(ranks) as pool:
+            moving = [
+                pool.submit(move_experts, share, placement, ThreadGroup(rank, ranks))
+                for rank, share in enumerate(shares)
+            ]
+            assert len({each.result() for each in moving}) == 1
+        parts = []
+        for share in shares:
+            assert share.placed is not None
+            with torch.inference_mode():
+                share.placed.place(placement)
+            parts.append(share.placed.held_here(weights, ids))
+        computed = torch.stack(
+            [own < len(held) for (_, own), held in zip(parts, placement, strict=True)]
+        )
+        assert (computed.sum(0) == 1).all(), "one copy computes each pair of token and expert"
+        for rank, held in enumerate(placement):
+            for expert in held:
+                assert (computed[rank] & (ids == expert)).any() or not (ids == expert).sum() > 8
+        outputs = [share.experts(x, *part) for share, part in zip(shares, parts, strict=True)]
+        torch.testing.assert_close(sum(outputs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_experts_of_other_ranks_are_not_read(tmp_path: Path) -> None:

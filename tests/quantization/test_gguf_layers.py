@@ -172,6 +172,9 @@ def test_experts_stay_in_their_blocks(types: tuple[str, ...], ranks: int) -> Non
         assert len(layer.gate_up) == (1 if types[0] == types[1] else 2)
         output += layer(x, weights, ids)
         singly += run_by_expert(x, weights, ids, config.num_experts, partial(by_matmuls, layer))
+        for own, other in zip(layer.tensors_of(0), layer.tensors_of(2), strict=True):
+            own.copy_(other)  # as another rank's copy gets them
+        assert torch.equal(*(by_matmuls(layer, expert, x) for expert in (0, 2)))
     torch.testing.assert_close(singly, output)
     gate_up = torch.cat([floats["gate_proj"], floats["up_proj"]], dim=1) * 100
     expected = reference.experts(x, weights, ids, gate_up, floats["down_proj"] * 100, "silu")

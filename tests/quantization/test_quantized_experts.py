@@ -99,6 +99,17 @@ def by_single_matmuls(
 
 
 @pytest.mark.parametrize("name", STACKED)
+def test_an_experts_tensors_are_all_of_it(name: str) -> None:
+    """As another rank's copy gets them."""
+    experts, _ = load_stacked(name)
+    x, weights = torch.randn(3, CONFIG.hidden_size), torch.ones(3, 1)
+    for own, other in zip(experts.tensors_of(0), experts.tensors_of(2), strict=True):
+        own.copy_(other)
+    first, third = (experts(x, weights, torch.full((3, 1), expert)) for expert in (0, 2))
+    assert torch.equal(first, third)
+
+
+@pytest.mark.parametrize("name", STACKED)
 def test_stacked_experts_compute_what_their_floats_do(name: str) -> None:
     experts, floats = load_stacked(name)
     generator = torch.Generator().manual_seed(1)

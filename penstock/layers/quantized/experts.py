@@ -76,6 +76,15 @@ class QuantizedExperts(ExpertWeights):
             gate_up_bias=gate_up_bias, down_bias=down_bias,
         )  # fmt: skip
 
+    def matrices_of(self, expert: int) -> list[torch.Tensor]:
+        matrices = (self.gate_up.matrix(expert), self.down.matrix(expert))
+        return [
+            tensor
+            for matrix in matrices
+            for name, tensor in matrix.tensors().items()
+            if name not in SHARED
+        ]
+
     def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
         stack = self.gate_up if matrix == "gate_up" else self.down
         return stack.matrix(expert).linear(self.build.ops, x, None)

@@ -196,6 +196,8 @@ class NativeBlocksMethod(LinearMethod):
             layer.register_buffer("offsets", self._offsets.data, persistent=False)
         if self._row_factor is not None:
             layer.register_buffer("row_factor", self._row_factor, persistent=False)
+        if self._perm is not None:
+            layer.register_buffer("perm", self._perm, persistent=False)
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         linear = layer.native.linear
