@@ -146,11 +146,21 @@ def test_drafts_that_hold_less_often_than_pays_are_left_out() -> None:
 def test_drafts_that_are_not_proposed_are_compared_with_what_comes() -> None:
     run = Run(Script([5]))
     for _ in range(30):
-        assert run.step([3], least_chance=1.0) == 0
+        assert run.step([3], least_chance=0.98) == 0
     for _ in range(400):
-        assert run.step([5], least_chance=1.0) == 0  # right, and does not pay
+        assert run.step([5], least_chance=0.98) == 0  # right, and does not pay
     most = max(run.step([5], least_chance=0.9) for _ in range(LONGEST_REST + 1))
     assert most == 1
+
+
+def test_nothing_is_searched_while_no_draft_can_pay() -> None:
+    drafter = Script([5])
+    run = Run(drafter)
+    for _ in range(30):
+        assert run.step([5], least_chance=1.0) == 0
+    assert drafter.num_searches == 0
+    run.step([5], least_chance=0.0)
+    assert drafter.num_searches == 1
 
 
 def test_a_request_is_searched_less_often_while_searches_are_in_vain() -> None:
@@ -158,13 +168,13 @@ def test_a_request_is_searched_less_often_while_searches_are_in_vain() -> None:
     run = Run(drafter)
     num_steps = 20 * PATIENCE
     for _ in range(num_steps):
-        run.step([3], least_chance=1.0)
+        run.step([3], least_chance=0.98)
     assert drafter.num_searches < num_steps / 3
     while not run.step([5], least_chance=0.0):
         pass
     before = drafter.num_searches
     for _ in range(PATIENCE):
-        run.step([3], least_chance=1.0)
+        run.step([3], least_chance=0.98)
     assert drafter.num_searches == before + PATIENCE
 
 

@@ -98,6 +98,8 @@ class HostDrafter(Drafter):
         counts = np.zeros(len(slots), dtype=np.int64)
         least = max(step.least_chance, self.min_chance)
         tokens, lengths = self._host_tokens, self._host_lengths
+        if least >= MOST_CHANCE:
+            return Drafts(None, counts)  # no draft can pay: a search would be in vain
         if tokens is None or lengths is None:
             return self._propose_on_device(step, slots, counts, least)
         for row, slot in enumerate(slots):
