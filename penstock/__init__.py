@@ -19,22 +19,27 @@ from penstock.protocol.prompts import TextPrompt, TokensPrompt
 from penstock.protocol.sampling import RequestOutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.protocol.version import VERSION
+from penstock.protocol.vllm_fields import refuse_class
 
 if TYPE_CHECKING:
     from penstock.async_llm import AsyncLLM
+    from penstock.async_llm import AsyncLLM as AsyncLLMEngine
     from penstock.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from penstock.llm import LLM
+    from penstock.llm_engine import LLMEngine
 
 __version__ = VERSION
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
+    "LLMEngine",
     "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -50,14 +55,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # imports torch, so only when it is asked for
+    if name in ("LLM", "LLMEngine"):  # import torch, so only when they are asked for
         from penstock.engine.heap import collector_at_rest
 
         with collector_at_rest():
             from penstock.llm import LLM
+            from penstock.llm_engine import LLMEngine
 
-        return LLM
-    if name == "AsyncLLM":
+        return LLM if name == "LLM" else LLMEngine
+    if name in ("AsyncLLM", "AsyncLLMEngine"):
         from penstock.async_llm import AsyncLLM
 
         return AsyncLLM
@@ -65,4 +71,4 @@ def __getattr__(name: str) -> Any:
         from penstock.engine.arg_utils import EngineArgs
 
         return EngineArgs
-    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return refuse_class(__name__, name)

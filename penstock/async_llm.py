@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
+from penstock.config.vllm_names import refuse_method
 from penstock.engine.arg_utils import EngineArgs
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.ledger import DeltaStream
@@ -44,7 +45,8 @@ class AsyncLLM:
 
     `model` and the keywords are the engine options of the configuration reference. As with the
     server, an engine that dies is restarted and its requests continue. Use it as an asynchronous
-    context manager, or call `start` and `close`. Use one instance from one event loop.
+    context manager, or call `start` and `close`. The first request starts the engine, too. Use one
+    instance from one event loop.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -54,6 +56,7 @@ class AsyncLLM:
         setup_logging(self.config.observability.log_level, self.config.observability.log_format)
         self._client = AsyncEngineClient()
         self._starting: asyncio.Task[None] | None = None  # or started
+        self._was_started = False
         self._frontend: Frontend | None = None  # set once the model is loaded
         self._lora_requests = LoRARequests(self.config.lora)
         self._ids = itertools.count()
@@ -68,6 +71,7 @@ class AsyncLLM:
         """Load the model. Raises the engine's error if that fails."""
         if self._starting is not None:
             raise ConfigError("the engine is running already: close it first")
+        self._was_started = True
         self._starting = starting = asyncio.ensure_future(self._start())
         try:
             await starting
@@ -77,6 +81,13 @@ class AsyncLLM:
                 raise
         if self._starting is not starting:
             raise EngineDeadError("the engine was closed while it was starting")
+
+    async def _ensure_started(self) -> None:
+        """Start the engine with the first request, as scripts for vLLM expect."""
+        if self._starting is None and not self._was_started:
+            await self.start()
+        elif self._starting is not None and not self._starting.done():
+            await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
         self._client.spawn(self.config)
@@ -105,6 +116,18 @@ class AsyncLLM:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+    def shutdown(self) -> None:
+        """Stop the engine at once. Unfinished requests get `EngineDeadError`."""
+        if self._frontend is not None and self._frontend.media is not None:
+            self._frontend.media.close()
+        starting, self._starting, self._frontend = self._starting, None, None
+        if starting is not None:
+            starting.cancel()
+            self._client.kill()
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_method("AsyncLLM", name)
 
     @property
     def frontend(self) -> Frontend:
@@ -181,6 +204,7 @@ class AsyncLLM:
         text, cache_salt = read_prompt(prompt)
         truncation = InputTruncation(truncate_prompt_tokens)
         options = InputOptions(truncation, priority=priority, cache_salt=cache_salt)
+        await self._ensure_started()
         frontend = self.frontend
         with self._registered(request_id) as (request_id, own_id):
             pieces = await asyncio.to_thread(
@@ -207,6 +231,7 @@ class AsyncLLM:
         request_id: str | None,
         lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        await self._ensure_started()
         frontend = self.frontend
         with self._registered(request_id) as (request_id, own_id):
             prepared = await asyncio.to_thread(prepare, frontend, own_id)
@@ -263,9 +288,31 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache."""
+        await self._call("reset_prefix_cache")
+
+    async def start_profile(self) -> None:
+        """Start the torch profiler. Requires `profiler_config`."""
+        await self._call("start_profile")
+
+    async def stop_profile(self) -> None:
+        """Stop the profiler and write its trace, one file per rank."""
+        await self._call("stop_profile")
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before its first request. Always returns True."""
+        await self._ensure_started()
+        await self._adapter_of(lora_request)
+        return True
+
+    async def check_health(self) -> None:
+        """Raise `EngineDeadError` if the engine is gone and will not be restarted."""
+        if not self.is_running:
+            raise EngineDeadError("the engine is not running")
+
+    async def _call(self, method: str) -> None:
         if not self.is_running:
             raise ConfigError("the engine is not running: `await llm.start()` first")
-        await self._client.call("reset_prefix_cache")
+        await self._client.call(method)
 
     def get_tokenizer(self) -> UserTokenizer:
         """The tokenizer, with the methods that users of Hugging Face's call."""

@@ -16,14 +16,17 @@ from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
 from penstock.engine.lora_requests import LoRARequestOrList, LoRARequests, with_adapters
+from penstock.engine.offline_metrics import OfflineMetrics
+from penstock.engine.operating import OperatingMethods
 from penstock.engine.pooled import PoolingMethods
+from penstock.engine.searched import SearchMethods
 from penstock.loading.speculators import find_model
 from penstock.observability.logs import setup_logging
 from penstock.protocol.adapter import Adapter, LoRARequest
-from penstock.protocol.beam_search import BeamSearchOutput, BeamSearchParams
+from penstock.protocol.delta import FinishReason
 from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.outputs import RequestOutput
-from penstock.protocol.sampling import OutputKind, SamplingParams, check_int
+from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.collector import OutputCollector
@@ -41,7 +44,7 @@ logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, SearchMethods, OperatingMethods):
     """Loads a model and generates from it, or pools with it.
 
     `model` and the keywords are the engine options of the configuration reference. The Python API
@@ -83,6 +86,10 @@ class LLM(PoolingMethods):
         self._ids = itertools.count()
         self._collector = OutputCollector()
         self._lora_requests = LoRARequests(self.config.lora)
+        self._queued: list[PreparedRequest] = []
+        # As in vLLM, offline requests are only counted if this is asked for.
+        is_measured = options.get("disable_log_stats") is False
+        self._metrics = OfflineMetrics(self.config, self.engine) if is_measured else None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -104,6 +111,35 @@ class LLM(PoolingMethods):
         Raises `InputError` before anything runs if a request is invalid. A request that fails
         while it runs has the finish reason "error". The other requests are not affected.
         """
+        requests = self._prepare_all(prompts, sampling_params, lora_request, priority)
+        return self._run(requests, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequestOrList = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Queue prompts for `wait_for_completion`. Returns their request IDs."""
+        requests = self._prepare_all(prompts, sampling_params, lora_request, priority)
+        self._submit(requests)
+        self._queued += requests
+        return [request.request_id for request in requests]
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Complete the queued prompts. Outputs are in the order of the prompts."""
+        requests, self._queued = self._queued, []
+        return self._wait(requests, use_tqdm)
+
+    def _prepare_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequestOrList,
+        priority: Sequence[int] | None,
+    ) -> list[PreparedRequest]:
         items = with_priorities(prompts, priority)
         params = self._params_for(len(items), sampling_params)
         adapters = self._adapters_of(lora_request, len(items))
@@ -111,7 +147,7 @@ class LLM(PoolingMethods):
             self._prepare(item, own, priority=order)
             for (item, order), own in zip(items, params, strict=True)
         ]
-        return self._run(with_adapters(requests, adapters), use_tqdm)
+        return with_adapters(requests, adapters)
 
     def chat(
         self,
@@ -238,51 +274,6 @@ class LLM(PoolingMethods):
         finally:
             self._withdraw([request])
 
-    def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        *,
-        lora_request: LoRARequestOrList = None,
-        use_tqdm: bool = False,
-        concurrency_limit: int | None = None,
-    ) -> list[BeamSearchOutput]:
-        """Find the likeliest completions of each prompt by beam search.
-
-        `concurrency_limit` is the most prompts to search at once. Raises `RequestFault` if a step
-        fails.
-        """
-        from penstock.engine.beam_search import BeamSearch
-
-        self.frontend.check_beams()
-        if concurrency_limit is not None:
-            check_int("concurrency_limit", concurrency_limit, 1, 2**31 - 1)
-        items = with_priorities(prompts, None)
-        adapters = self._adapters_of(lora_request, len(items))
-        limits = SamplingParams(temperature=0, max_tokens=params.max_tokens)
-        requests = with_adapters([self._prepare(item, limits) for item, _ in items], adapters)
-        searches = [BeamSearch(request.children[0], params) for request in requests]
-        ids = map(str, self._ids)
-        at_once = concurrency_limit or len(searches) or 1
-        with tqdm(total=len(searches), desc="Beam search", disable=not use_tqdm) as progress:
-            for start in range(0, len(searches), at_once):
-                running = searches[start : start + at_once]
-                while running:
-                    steps = [search.requests(ids) for search in running]
-                    outputs = iter(self._run([one for step in steps for one in step], False))
-                    for search, step in zip(running, steps, strict=True):
-                        search.advance(list(itertools.islice(outputs, len(step))))
-                    still = [search for search in running if search.running]
-                    progress.update(len(running) - len(still))
-                    running = still
-        tokenizer = self.frontend.tokenizer
-        results = [BeamSearchOutput(search.best()) for search in searches]
-        for result in results:
-            for sequence in result.sequences:
-                if tokenizer is not None:
-                    sequence.text = tokenizer.decode(sequence.tokens)
-        return results
-
     def get_tokenizer(self) -> UserTokenizer:
         """The tokenizer, with the methods that users of Hugging Face's call."""
         return UserTokenizer(self.frontend.get_tokenizer(), self.frontend)
@@ -361,15 +352,20 @@ class LLM(PoolingMethods):
         )
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        self._submit(requests)
+        return self._wait(requests, use_tqdm)
+
+    def _wait(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Run steps until these requests, which were submitted, are finished."""
         unfinished = {request.request_id: request for request in requests}
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
         bar = tqdm(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar as progress, settled_heap():
+            changed: Sequence[PreparedRequest] = requests  # some may have ended beside others
             try:
-                self._submit(requests)
                 while unfinished:
-                    for request in self._step():
+                    for request in changed:
                         if request.request_id not in unfinished:
                             continue  # it belongs to an open stream
                         output = request.assembler.take()
@@ -381,27 +377,44 @@ class LLM(PoolingMethods):
                         elapsed = progress.format_dict["elapsed"] or 1e-9
                         progress.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
                         progress.update()
+                    changed = self._step() if unfinished else ()
             finally:
                 self._withdraw(unfinished.values())
         return [outputs[request.request_id] for request in requests]
 
     def _submit(self, requests: Sequence[PreparedRequest]) -> None:
-        for request in requests:
-            self._collector.add(request)
-            for child in request.children:
-                self.engine.add(child)
+        """Give requests to the engine, all or none."""
+        try:
+            for request in requests:
+                self._collector.add(request)
+                for child in request.children:
+                    self.engine.add(child)
+                    if self._metrics is not None:
+                        self._metrics.add(child)
+        except BaseException:
+            self._withdraw(requests)
+            raise
 
     def _step(self) -> list[PreparedRequest]:
         """Run one step. Returns the requests with new output."""
-        changed, stopped = self._collector.take(self.engine.step())
-        if stopped:
-            self.engine.abort(stopped)
+        deltas = self.engine.step()
+        if self._metrics is not None:
+            self._metrics.take(deltas)
+        changed, stopped = self._collector.take(deltas)
+        self._end(stopped, FinishReason.STOP)
         return changed
+
+    def _end(self, request_ids: Sequence[str], reason: FinishReason) -> None:
+        """End completions in the engine, if there are any."""
+        if request_ids:
+            self.engine.abort(request_ids)
+            if self._metrics is not None:
+                self._metrics.end(request_ids, reason)
 
     def _withdraw(self, requests: Iterable[PreparedRequest]) -> None:
         """Abort requests. If no others are left, run the engine until it is idle."""
         for request in requests:
-            self.engine.abort(self._collector.remove(request))
+            self._end(self._collector.remove(request), FinishReason.ABORT)
         while not self._collector and self.engine.has_work():
             self.engine.step()
 

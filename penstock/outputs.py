@@ -9,6 +9,7 @@ from penstock.protocol.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    RequestStateStats,
     ScoringOutput,
     ScoringRequestOutput,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingRequestOutput",
     "RequestOutput",
+    "RequestStateStats",
     "ScoringOutput",
     "ScoringRequestOutput",
 ]

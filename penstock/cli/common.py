@@ -28,7 +28,9 @@ def take_model_argument(args: argparse.Namespace) -> None:
         if hasattr(args, "model"):
             args.parser.error("the model is given twice: as MODEL and as --model")
         args.model = args.positional_model
-    elif args.flag_of_several and not hasattr(args, "model") and args.config is None:
+    elif hasattr(args, "flag_of_several") and not (
+        hasattr(args, "model") or hasattr(args, "config")
+    ):
         args.parser.error(
             f"the last value of {args.flag_of_several} may be one of several, or the model: give "
             "the model before it, or as --model"

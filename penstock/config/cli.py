@@ -47,13 +47,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[st
 
     `several` names lists whose flag may take several values at once (`--flag a b`). The last one
     may then have been meant as the command's own argument: `flag_of_several` in the namespace is
-    the flag that was given so, for the command to look at.
+    the flag that was given so, for the command to look at. Nothing else is in the namespace besides
+    the options that were given, `config` and `foreign`.
     """
-    parser.set_defaults(flag_of_several=None)
     parser.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
+        default=argparse.SUPPRESS,
         help="YAML file with options by name. Flags take precedence.",
     )
     for section, options in all_options().items():
@@ -80,9 +81,9 @@ def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises `ConfigError` for anything that an engine would refuse, before one is made.
     """
-    options = {} if args.config is None else read_config_file(args.config)
+    options = read_config_file(args.config) if hasattr(args, "config") else {}
     options |= _given(args, *all_options().values())
-    leave_out_foreign(args.foreign)
+    leave_out_foreign(getattr(args, "foreign", {}))
     EngineConfig.from_options(options)
     return options
 
@@ -95,11 +96,11 @@ def serve_options_from_args(
     `only` names the server's options that the command has; others are refused in the file.
     """
     ours = [option for option in options_of(ServerConfig) if only is None or option.name in only]
-    engine = {} if args.config is None else read_config_file(args.config, extra=ours)
+    engine = read_config_file(args.config, extra=ours) if hasattr(args, "config") else {}
     server = {option.name: engine.pop(option.name) for option in ours if option.name in engine}
     server |= _given(args, ours)
     engine |= _given(args, *all_options().values())
-    leave_out_foreign(args.foreign)
+    leave_out_foreign(getattr(args, "foreign", {}))
     return EngineConfig.from_options(engine), ServerConfig.from_options(server)
 
 
@@ -249,7 +250,7 @@ class _StoreForeign(_Action):
     def take(self, namespace: argparse.Namespace, values: Any, flag: str | None) -> None:
         long = next(name for name in self.option_strings if name.startswith("--"))
         value = flag == long if self.nargs == 0 else _value_of(values)
-        namespace.foreign = {**namespace.foreign, long: value}
+        namespace.foreign = {**getattr(namespace, "foreign", {}), long: value}
 
 
 def _flag(name: str) -> str:
@@ -258,7 +259,6 @@ def _flag(name: str) -> str:
 
 def _add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of vLLM that are not flags here, so that `leave_out_foreign` can say what to do."""
-    parser.set_defaults(foreign={})
     for name, foreign in _FOREIGN.items():
         flags = [_flag(name)]
         flags += [short for short, option in SHORT_FLAGS.items() if option == name]
@@ -268,6 +268,7 @@ def _add_foreign_flags(parser: argparse.ArgumentParser) -> None:
             *flags,
             action=_StoreForeign,
             dest="foreign",
+            default=argparse.SUPPRESS,
             nargs=0 if foreign.switch else None,
             help=argparse.SUPPRESS,
         )

@@ -1,13 +1,14 @@
 """The reference page of all options: ``python -m penstock.config.docs > docs/configuration.md``.
 
-``python -m penstock.config.docs vllm`` prints the tables in docs/moving-from-vllm.md.
+``python -m penstock.config.docs vllm`` prints the tables of options in docs/moving-from-vllm.md,
+``vllm-fields`` in its place those of fields of requests, and ``vllm-methods`` that of methods.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from penstock.config.engine import all_options
 from penstock.config.eplb import EplbSettings
@@ -17,7 +18,9 @@ from penstock.config.ray_serve import RayServeConfig
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
 from penstock.config.speculative import SpeculativeSettings
-from penstock.config.vllm_names import NOT_NEEDED, NOT_SUPPORTED
+from penstock.config.vllm_names import METHODS, NOT_NEEDED, NOT_SUPPORTED, ForeignOption
+from penstock.protocol import vllm_fields
+from penstock.protocol.vllm_fields import ForeignField
 
 _INTRODUCTION = """\
 # Configuration
@@ -91,10 +94,30 @@ def render() -> str:
 
 def render_vllm_names() -> str:
     """The tables of vLLM's options that are not options here."""
+    return _foreign_tables("option", NOT_NEEDED, NOT_SUPPORTED)
+
+
+def render_vllm_fields() -> str:
+    """The tables of vLLM's fields of requests that are not fields here."""
+    return _foreign_tables("field", vllm_fields.NOT_NEEDED, vllm_fields.NOT_SUPPORTED)
+
+
+def render_vllm_methods() -> str:
+    """The table of vLLM's methods that are not methods here."""
+    rows = [f"| `{name}` | {text} |" for name, text in METHODS.items()]
+    return "\n".join(["| method | |", "|---|---|", *rows]) + "\n"
+
+
+def _foreign_tables(
+    kind: str,
+    not_needed: Mapping[str, ForeignOption | ForeignField],
+    not_supported: Mapping[str, ForeignOption | ForeignField],
+) -> str:
     parts = []
-    for title, names in (("Not needed", NOT_NEEDED), ("Not supported", NOT_SUPPORTED)):
+    for title, names in (("not needed", not_needed), ("not supported", not_supported)):
         rows = [f"| `{name}` | {foreign.text} |" for name, foreign in names.items()]
-        parts.append("\n".join([f"### {title}", "", "| option | |", "|---|---|", *rows]) + "\n")
+        table = [f"### {kind.capitalize()}s {title}", "", f"| {kind} | |", "|---|---|", *rows]
+        parts.append("\n".join(table) + "\n")
     return "\n".join(parts)
 
 
@@ -126,4 +149,9 @@ def _default(declared: Option) -> str:
 
 
 if __name__ == "__main__":
-    print(render_vllm_names() if sys.argv[1:] == ["vllm"] else render(), end="")
+    pages = {
+        "vllm": render_vllm_names,
+        "vllm-fields": render_vllm_fields,
+        "vllm-methods": render_vllm_methods,
+    }
+    print(pages.get(sys.argv[-1], render)(), end="")

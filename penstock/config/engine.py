@@ -24,6 +24,7 @@ from penstock.config.options import (
     require,
 )
 from penstock.config.pooling import PoolingConfig
+from penstock.config.profiler import ProfilerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.vllm_names import leave_out_foreign
 from penstock.protocol.errors import ConfigError
@@ -346,6 +347,7 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
         budget, longest = self.scheduler.max_num_batched_tokens, self.model.max_model_len

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from penstock.protocol.errors import ConfigError
 
@@ -144,7 +144,6 @@ NOT_SUPPORTED = {
         "name a parser of docs/parsers.md in reasoning_parser"
     ),
     "io_processor_plugin": ForeignOption("leave it out"),
-    "profiler_config": ForeignOption("use py-spy or torch.profiler around penstock bench"),
     "shutdown_mode": ForeignOption("use shutdown_timeout"),
     "data_parallel_size_local": ForeignOption("use data_parallel_size", (1,)),
     "data_parallel_start_rank": ForeignOption("use data_parallel_size", (0,)),
@@ -172,6 +171,27 @@ NOT_SUPPORTED = {
     "tokens_only": _switch("use skip_tokenizer_init and prompts of token IDs"),
     "log_config_file": ForeignOption("use log_level and log_format"),
     "grpc": _switch("use HTTP"),
+}
+
+# Methods of `LLM` and `AsyncLLM` that Penstock does not have, with what to do instead.
+METHODS = {
+    "llm_engine": "use config, engine and get_tokenizer()",
+    "sleep": "close it and make another: a start takes seconds",
+    "wake_up": "close it and make another: a start takes seconds",
+    "is_sleeping": "there is no sleep mode",
+    "reset_mm_cache": "processed images are kept by their content, and cannot be stale",
+    "init_weight_transfer_engine": "close it and make another with the new weights",
+    "start_weight_update": "close it and make another with the new weights",
+    "update_weights": "close it and make another with the new weights",
+    "finish_weight_update": "close it and make another with the new weights",
+    "pause_generation": "stop sending requests",
+    "resume_generation": "send requests again",
+    "remove_lora": "adapters that are not used make room for others",
+    "list_loras": "any number of adapters can be named in requests",
+    "scale_elastic_ep": "use penstock serve and penstock replicas",
+    "do_log_stats": "penstock serve logs throughput",
+    "collective_rpc": "the engine is another process, and no code is sent to it: use LLM",
+    "apply_model": "the engine is another process, and no code is sent to it: use LLM",
 }
 
 SHORT_FLAGS = {
@@ -206,6 +226,12 @@ def find_foreign(name: str) -> ForeignOption | None:
     """vLLM's option of this name or flag, if it is none here."""
     key = _key(name)
     return NOT_NEEDED.get(key) or NOT_SUPPORTED.get(key)
+
+
+def refuse_method(owner: str, name: str) -> NoReturn:
+    """Raise the AttributeError for a method, with what to do instead if vLLM has it."""
+    hint = f": {METHODS[name]}" if name in METHODS else ""
+    raise AttributeError(f"{owner} has no {name!r}{hint}")
 
 
 def _key(name: str) -> str:

@@ -64,9 +64,13 @@ def build_engine(
     else:
         executor = MultiProcessExecutor(config)
     try:
+        core: EngineCore
         if isinstance(executor, LaneExecutor):
-            return _assemble_group(config, source, executor)
-        return _make_core(config, source, executor, *_start(config, executor))
+            core = _assemble_group(config, source, executor)
+        else:
+            core = _make_core(config, source, executor, *_start(config, executor))
+        core.can_profile = config.profiler.settings is not None
+        return core
     except BaseException:
         executor.close()
         raise

@@ -15,7 +15,7 @@ from penstock.executor.base import Executor
 from penstock.kvcache.landmarks import CacheReport
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.errors import EngineDeadError, InputError
 from penstock.protocol.prefix import CacheUpdate
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepFailure, StepMasks, StepPlan
@@ -57,6 +57,8 @@ class EngineCore:
         self.grammars = grammars
         self.executor = executor
         self.watcher: StepWatcher | None = None
+        self.can_profile = False  # set if the workers have a profiler
+        self._is_profiling = False
         self._kv_events = kv_events
         self._cache_report: CacheReport | None = None
         self._metrics = Counter[str]()  # counted by workers since `take_metrics`
@@ -95,6 +97,26 @@ class EngineCore:
         self._check_open()
         self.scheduler.kv.reset_prefix_cache()
         self._publish_kv_events()
+
+    def start_profile(self) -> None:
+        """Start the profiler of all workers. Raises `InputError` if they have none."""
+        self._check_open()
+        if not self.can_profile:
+            raise InputError(
+                'the profiler is off: set profiler_config={"torch_profiler_dir": FOLDER}'
+            )
+        if self._is_profiling:
+            raise InputError("the profiler is running already")
+        self.executor.call("start_profile")
+        self._is_profiling = True
+
+    def stop_profile(self) -> None:
+        """Stop the profiler. The workers write their traces."""
+        self._check_open()
+        if not self._is_profiling:
+            raise InputError("the profiler is not running: start_profile comes first")
+        self._is_profiling = False
+        self.executor.call("stop_profile")
 
     def report_cache(self) -> None:
         """From now on, report changes of the prefix cache. The first report has all of it."""

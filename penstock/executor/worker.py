@@ -196,6 +196,19 @@ class Worker:
         """Forget all requests and run steps again. Call it after a failed step."""
         self._steps.reset()
 
+    def start_profile(self) -> None:
+        """Record all steps from now on."""
+        from penstock.runner.profiler import StepProfiler  # steps need none of it
+
+        settings = self.config.profiler.settings
+        assert settings is not None, "the engine refuses it"
+        self._profiler = StepProfiler(settings, self.mesh.world.rank, self.platform.device)
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        self._profiler.stop()
+
     @property
     def _computes_logits(self) -> bool:
         return self.pooler is None and self.mesh.is_last_stage

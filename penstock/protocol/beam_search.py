@@ -10,11 +10,12 @@ from penstock.protocol.adapter import LoRARequest
 from penstock.protocol.errors import InputError
 from penstock.protocol.outputs import LogprobsAtPosition
 from penstock.protocol.sampling import check_float, check_int
+from penstock.protocol.vllm_fields import ParamsMeta
 
 MAX_BEAM_WIDTH = 128
 
 
-class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, metaclass=ParamsMeta):
     beam_width: int
     """Number of sequences that are kept in each step, and returned."""
     max_tokens: int

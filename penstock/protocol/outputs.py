@@ -154,6 +154,31 @@ ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 @dataclass
+class RequestStateStats:
+    """Times of a request so far, in seconds; 0 where it has not come so far.
+
+    `arrival_time` is the time of day. The others are from `time.monotonic`. Of `n` completions,
+    tokens are counted together.
+    """
+
+    arrival_time: float
+    queued_ts: float
+    num_generation_tokens: int = 0
+    scheduled_ts: float = 0.0  # its first step
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # from queued_ts
+
+    def add_tokens(self, num_tokens: int, now: float, prefill_s: float) -> None:
+        """New tokens are there. `prefill_s` comes with the first one."""
+        self.num_generation_tokens += num_tokens
+        self.last_token_ts = now
+        if not self.first_token_ts:
+            self.first_token_ts, self.scheduled_ts = now, now - prefill_s
+            self.first_token_latency = now - self.queued_ts
+
+
+@dataclass
 class RequestOutput:
     """What a request has produced: so far, since the last time, or in all (`output_kind`)."""
 
@@ -164,6 +189,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[LogprobsAtPosition | None] | None = None
     num_cached_tokens: int = 0
+    metrics: RequestStateStats | None = None  # of generation
     error: str | None = None
     can_retry: bool = False  # with an error: it was never begun, and may be sent again later
     error_field: str | None = None  # where the request itself was wrong: the field

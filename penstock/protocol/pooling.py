@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import check_int
+from penstock.protocol.vllm_fields import ParamsMeta
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 PoolingType = Literal["CLS", "LAST", "MEAN", "ALL"]  # ALL: every token has a vector of its own
@@ -22,7 +23,9 @@ DOCUMENT_PROMPTS = ("document", "passage", "corpus", "search_document", "retriev
 VECTORS: tuple[VectorName, ...] = get_args(VectorName)
 
 
-class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooling"):
+class PoolingParams(
+    msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooling", metaclass=ParamsMeta
+):
     """What to make of a prompt's hidden states. The text beneath a field is its help."""
 
     task: PoolingTask | None = None

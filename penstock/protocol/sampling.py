@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
+from penstock.protocol.vllm_fields import ParamsMeta
 
 MAX_N = 128
 # No request of good faith comes near these; they bound what one can make the engine allocate.
@@ -43,7 +44,9 @@ class OutputKind(enum.IntEnum):
 RequestOutputKind = OutputKind  # the name that vLLM's users know
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="sampling"):
+class SamplingParams(
+    msgspec.Struct, kw_only=True, omit_defaults=True, tag="sampling", metaclass=ParamsMeta
+):
     """How to choose the next token, and when to stop.
 
     The text beneath a field is its help; ``{NAME}`` there is a constant of this module.

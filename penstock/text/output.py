@@ -6,6 +6,7 @@ stop strings, and returns outputs as the request's `output_kind` says.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from penstock.protocol.outputs import (
     Logprob,
     LogprobsAtPosition,
     RequestOutput,
+    RequestStateStats,
 )
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.step import PromptLogprobs, RoutedExperts, TokenLogprobs
@@ -53,6 +55,7 @@ class OutputAssembler:
         self._prompt_token_ids = list(prompt_token_ids)
         self._kind = params.output_kind
         self._tokenizer = tokenizer
+        self._stats = RequestStateStats(arrival_time=time.time(), queued_ts=time.monotonic())
         self._num_cached_tokens = 0
         self._error: str | None = None
         self._error_field: str | None = None
@@ -94,6 +97,8 @@ class OutputAssembler:
             self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.place(delta.prompt_logprobs, self._tokenizer)
+        if delta.token_ids:
+            self._stats.add_tokens(len(delta.token_ids), time.monotonic(), delta.prefill_s)
         child.add(delta)
         if child.finished:
             self._num_unfinished -= 1
@@ -132,6 +137,7 @@ class OutputAssembler:
             finished=finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
+            metrics=self._stats,
             error=self._error,
             error_field=self._error_field,
             can_retry=self._can_retry,

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config import EngineConfig, ServerConfig
-from penstock.config.docs import render_vllm_names
+from penstock.config.docs import render_vllm_methods, render_vllm_names
 from penstock.config.engine import all_options
 from penstock.config.options import options_of
 from penstock.config.vllm_names import (
@@ -40,6 +40,8 @@ def test_every_option_of_vllm_is_ours_or_in_the_table(name: str) -> None:
 def test_the_migration_page_shows_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "moving-from-vllm.md"
     assert render_vllm_names() in page.read_text(), "run: python -m penstock.config.docs vllm"
+    methods = render_vllm_methods()
+    assert methods in page.read_text(), "run: python -m penstock.config.docs vllm-methods"
 
 
 def test_the_table_has_no_option_of_ours() -> None:

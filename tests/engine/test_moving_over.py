@@ -7,11 +7,21 @@ import dataclasses
 import importlib
 
 import pytest
-from tiny_engine import open_llm
+from tiny_engine import OPTIONS, open_llm
 
 import penstock
-from penstock import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, TokensPrompt
-from penstock.protocol.errors import ConfigError
+from penstock import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineArgs,
+    LLMEngine,
+    SamplingParams,
+    TokensPrompt,
+)
+from penstock.protocol.errors import ConfigError, InputError
+from penstock.utils import FlexibleArgumentParser
+from penstock.v1.metrics.reader import Counter
 
 
 @pytest.mark.parametrize(
@@ -71,3 +81,46 @@ def test_prompts_may_be_typed_dictionaries(tiny_llama: str) -> None:
     with open_llm(tiny_llama) as llm:
         (output,) = llm.generate(TokensPrompt(prompt_token_ids=[4, 5, 6]), params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_methods_that_only_vllm_has_say_what_to_do(kind: type) -> None:
+    instance = kind.__new__(kind)
+    assert not hasattr(instance, "wake_up")
+    with pytest.raises(AttributeError, match="has no 'wake_up': close it and make another"):
+        instance.wake_up()
+
+
+def test_what_was_not_asked_for_is_refused_with_what_to_ask_for(tiny_llama: str) -> None:
+    with open_llm(tiny_llama) as llm:
+        with pytest.raises(ConfigError, match="disable_log_stats=False"):
+            llm.get_metrics()
+        with pytest.raises(InputError, match="the profiler is off: set profiler_config="):
+            llm.start_profile()
+    with pytest.raises(ConfigError, match="profiler_config: torch_profiler_dir must name a folder"):
+        EngineArgs("m", profiler_config={"profiler": "torch"})
+
+
+def test_an_aborted_request_gives_no_more_outputs(tiny_llama: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLMEngine(tiny_llama, **OPTIONS, disable_log_stats=False) as engine:
+        for name in ("kept", "aborted"):
+            engine.add_request(name, {"prompt_token_ids": [1, 2, 3]}, params)
+        engine.abort_request("aborted")
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert {output.request_id for output in outputs} == {"kept"}
+        assert outputs[-1].finished
+        ended = {
+            metric.labels["finished_reason"]: metric.value
+            for metric in engine.get_metrics()
+            if metric.name == "penstock:request_success" and isinstance(metric, Counter)
+        }
+        assert ended == {"stop": 0, "length": 1, "abort": 1, "error": 0}
+
+
+def test_a_parser_takes_underscores_in_flags() -> None:
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    assert vars(parser.parse_args(["--max_model_len=8k"])) == {"max_model_len": 8000}

@@ -379,3 +379,9 @@ def test_a_conversation_can_be_searched_too(server: ServerProcess) -> None:
     found = server.post("/v1/chat/completions", {**body, "use_beam_search": True}).json()
     texts = [choice["message"]["content"] for choice in found["choices"]]
     assert len(set(texts)) == 2
+
+
+def test_a_server_without_a_profiler_says_how_to_get_one(server: ServerProcess) -> None:
+    answer = server.post("/start_profile", None)
+    assert answer.status_code == 400
+    assert "set profiler_config=" in answer.json()["error"]["message"]

@@ -17,7 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import error_response
 
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_PATHS = frozenset(
+    {
+        "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)  # fmt: skip
 ADMIN_PREFIX = "/replicas"
 ADMIN_REFUSAL = (
     "this route requires an admin API key of the server: send it as 'Authorization: Bearer KEY'"

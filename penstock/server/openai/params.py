@@ -15,22 +15,6 @@ from penstock.server.openai.protocol import (
 )
 from penstock.server.openai.structured import structured_outputs
 
-STRUCTURED = "use structured_outputs: {}"
-# Alternatives to fields of other servers that would change the answer.
-REMEDIES = {
-    "guided_json": STRUCTURED.format('{"json": SCHEMA}'),
-    "guided_regex": STRUCTURED.format('{"regex": PATTERN}'),
-    "guided_choice": STRUCTURED.format('{"choice": [TEXT, ...]}'),
-    "guided_grammar": STRUCTURED.format('{"grammar": GRAMMAR}'),
-    "guided_json_object": STRUCTURED.format('{"json_object": true}'),
-    "guided_whitespace_pattern": STRUCTURED.format('{"whitespace_pattern": PATTERN, ...}'),
-    "guided_decoding_backend": "start the server with --structured-outputs-backend",
-    "prompt_embeds": "send the prompt as text or token ids",
-    "logits_processors": "start the server with --logits-processors",
-    "repetition_detection": "leave it out, or limit max_tokens",
-    "kv_transfer_params": "leave it out",
-}
-
 
 def completion_params(
     body: CompletionRequest, defaults: SamplingParams, limits: ServerConfig
@@ -77,9 +61,6 @@ def _own_fields(body: CompletionBody, limits: ServerConfig) -> dict[str, Any]:
 
 def _refuse_unsupported(body: CompletionBody) -> None:
     """Raise InputError for unsupported fields instead of ignoring them."""
-    for name, value in (body.model_extra or {}).items():
-        if name in REMEDIES and value is not None:
-            raise InputError(f"{name} is not supported here: {REMEDIES[name]}", name)
     unsupported: dict[str, Any] = {}
     if isinstance(body, CompletionRequest):
         unsupported["suffix"] = body.suffix

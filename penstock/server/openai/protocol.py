@@ -1,7 +1,7 @@
 """Bodies and replies of the OpenAI endpoints. Types are checked here, values where they are used.
 
 Undeclared fields are ignored, because OpenAI's clients often send new ones. Fields of other servers
-that would change the answer are refused by name, see `params.py`.
+that would change the answer are refused by name, see `OpenBody`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from penstock.server.schema.base import (
     Effort,
     Items,
     NullsReply,
+    OpenBody,
     Reply,
     Text,
     TokenId,
@@ -84,7 +85,6 @@ class CompletionBody(RequestBody):
 
 
 class CompletionRequest(CompletionBody):
-    model_config = ConfigDict(extra="allow")
     prompt: Prompt | Items[Text] | Items[Items[TokenId]] = Field(
         description="A string, token IDs, or a list of either."
     )
@@ -176,7 +176,7 @@ Messages = Annotated[Items[ChatMessage], Field(min_length=1)]
 class ChatFields(CompletionBody, ChatTemplateBody):
     """How a conversation is answered, whichever it is."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = OpenBody.model_config  # not that of the last base
     max_tokens: int | None = Field(
         None, description="Maximum tokens to generate. Default: as many as fit."
     )

@@ -77,6 +77,24 @@ async def reset_prefix_cache(request: Request) -> Response:
     return Response()
 
 
+@router.post("/start_profile", response_class=Response, responses=describe_errors(400, 401, 503))
+async def start_profile(request: Request) -> Response:
+    """Start the torch profiler. Requires --profiler-config."""
+    service: Service = request.app.state.service
+    service.check_health()
+    await service.client.call("start_profile")
+    return Response()
+
+
+@router.post("/stop_profile", response_class=Response, responses=describe_errors(400, 401, 503))
+async def stop_profile(request: Request) -> Response:
+    """Stop the profiler and write its traces into torch_profiler_dir, one file per rank."""
+    service: Service = request.app.state.service
+    service.check_health()
+    await service.client.call("stop_profile")
+    return Response()
+
+
 @router.get("/version", responses=describe_errors(401))
 async def version() -> Version:
     """Show the version of Penstock."""

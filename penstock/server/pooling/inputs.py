@@ -62,6 +62,7 @@ def input_prepare(
     service: Service, body: InputBody, params: PoolingParams, request_id: str
 ) -> Prepare:
     """Return a function that converts one input to engine requests."""
+    body.refuse_foreign()
     is_chat = body.messages is not None
     special = body.add_special_tokens
     options = InputOptions(
@@ -96,6 +97,7 @@ def pair_prepare(
     max_text_tokens: int | None = None,
 ) -> Prepare:
     """Return a function that converts a pair, or one text of it, to engine requests."""
+    body.refuse_foreign()
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         value = getattr(body, name)
         if value is not None and value < 0:

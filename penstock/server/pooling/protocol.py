@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.protocol.pooling import PoolingTask, VectorName
 from penstock.server.openai.protocol import ChatTemplateBody, Messages, RequestId
-from penstock.server.schema.base import Body, Items, Reply, Seconds, Text, TokenId
+from penstock.server.schema.base import Body, Items, OpenBody, Reply, Seconds, Text, TokenId
 
 
 def _explain(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -33,7 +33,7 @@ EmbedDtype = Literal["float32", "float16", "bfloat16"]
 # -- requests
 
 
-class PoolingBody(Body):
+class PoolingBody(OpenBody):
     """What all of these requests have in common."""
 
     model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
@@ -52,6 +52,7 @@ class PoolingBody(Body):
 class InputBody(PoolingBody, ChatTemplateBody):
     """A request about inputs, each for itself: texts, tokens, or one conversation."""
 
+    model_config = OpenBody.model_config  # not that of the last base
     input: Input | None = Field(
         None, description="One or more texts, as strings or token IDs. Exclusive with `messages`."
     )

@@ -16,6 +16,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from penstock.protocol.vllm_fields import leave_out_foreign_fields
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
@@ -39,6 +41,16 @@ class Body(BaseModel):
     """A request. As in vLLM, a text that spells a number or a boolean is taken for it."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class OpenBody(Body):
+    """A request that keeps the fields it does not have, to find vLLM's among them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def refuse_foreign(self) -> None:
+        """Raise `InputError` for a field of vLLM that would change the output."""
+        leave_out_foreign_fields(self.model_extra or {})
 
 
 class Reply(BaseModel):

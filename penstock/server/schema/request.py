@@ -17,7 +17,7 @@ from penstock.config.sampling import sampling_options
 from penstock.conversation.request import PromptTruncation, RunOptions
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
-from penstock.server.schema.base import Body, Entries, Items, Seconds, Text
+from penstock.server.schema.base import Entries, Items, OpenBody, Seconds, Text
 
 # These depend on an API's reply format. Each API reads them itself.
 OF_THE_REPLY = frozenset(
@@ -47,12 +47,12 @@ def _body_type(kind: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    SamplingBody = Body
+    SamplingBody = OpenBody
 else:
     _HELP = {option.name: option.help for option in sampling_options()}
     SamplingBody = create_model(
         "SamplingBody",
-        __base__=Body,
+        __base__=OpenBody,
         **{
             name: (_body_type(kind) | None, Field(None, description=_HELP[name]))
             for name, kind in SAMPLING_FIELDS.items()
@@ -73,13 +73,23 @@ class RequestBody(SamplingBody):
     timeout: Seconds | None = Field(
         None, description="Maximum seconds for the request; in responses, for each round."
     )
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Arguments for custom logits processors, as extra_args in Python."
+    )
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """Return `defaults` with the request's fields. `own` are those the API reads itself."""
+        """Return `defaults` with the request's fields. `own` are those the API reads itself.
+
+        Raises `InputError` for a value that makes no sense, or a field of vLLM that is not
+        supported.
+        """
+        self.refuse_foreign()
         sent = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         sent = {name: value for name, value in sent.items() if value is not None}
         if "logit_bias" in sent:
             sent["logit_bias"] = _by_token_id(sent["logit_bias"])
+        if self.vllm_xargs is not None:
+            sent["extra_args"] = self.vllm_xargs
         kind = OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
         options = {**msgspec.structs.asdict(defaults), "output_kind": kind, **sent, **own}
         return SamplingParams(**options)

@@ -1,0 +1,5 @@
+"""vLLM's place for AsyncLLMEngine."""
+
+from penstock.async_llm import AsyncLLM as AsyncLLMEngine
+
+__all__ = ["AsyncLLMEngine"]

@@ -1,0 +1,79 @@
+"""OperatingMethods: the methods of `LLM` that measure its engine or reach into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from penstock.config import EngineConfig
+from penstock.config.vllm_names import refuse_method
+from penstock.engine.core import EngineCore
+from penstock.engine.offline_metrics import Metric, OfflineMetrics
+from penstock.executor.in_process import InProcessExecutor
+from penstock.protocol.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class OperatingMethods:
+    config: EngineConfig
+    engine: EngineCore
+    _metrics: OfflineMetrics | None
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_method(type(self).__name__, name)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the metrics' values. The names and labels are those of docs/metrics.md.
+
+        Requires `disable_log_stats=False`: otherwise nothing is counted.
+        """
+        if self._metrics is None:
+            raise ConfigError("get_metrics needs LLM(..., disable_log_stats=False)")
+        return self._metrics.read()
+
+    def start_profile(self) -> None:
+        """Start the torch profiler. Requires `profiler_config`."""
+        self.engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """Stop the profiler and write its trace, one file per rank."""
+        self.engine.stop_profile()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of ranks that compute the model."""
+        return self.config.parallel.num_ranks
+
+    def apply_model(self, func: Callable[[Any], T]) -> list[T]:
+        """Call `func` with the model, a `torch.nn.Module`. Returns its result in a list.
+
+        Only with one rank: functions are not sent to other processes.
+        """
+        return [func(self._worker("apply_model").model)]
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., T],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[T]:
+        """Call a method of the worker by name, or a function with the worker.
+
+        Returns its result in a list. Only with one rank, in this process, so that `timeout` has no
+        meaning.
+        """
+        worker = self._worker("collective_rpc")
+        call = getattr(worker, method) if isinstance(method, str) else None
+        if call is not None:
+            return [call(*args, **(kwargs or {}))]
+        assert callable(method)
+        return [method(worker, *args, **(kwargs or {}))]
+
+    def _worker(self, caller: str) -> Any:
+        executor = self.engine.executor
+        if not isinstance(executor, InProcessExecutor):
+            raise ConfigError(
+                f"{caller} works with one rank: no code is sent to the processes of others"
+            )
+        return executor.worker

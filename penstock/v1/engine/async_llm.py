@@ -1,0 +1,5 @@
+"""vLLM's place for AsyncLLM."""
+
+from penstock.async_llm import AsyncLLM
+
+__all__ = ["AsyncLLM"]
