@@ -53,6 +53,14 @@ QWEN_PROCESSOR = {
     "min_pixels": 4 * 28 * 28, "max_pixels": 64 * 28 * 28, "patch_size": 14, "merge_size": 2,
     "temporal_patch_size": 2, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
 }  # fmt: skip
+QWEN3_VISION = {
+    "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+    "patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+}  # fmt: skip
+QWEN3_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor",
+    **QWEN_PROCESSOR,
+}  # fmt: skip
 
 VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
 TILES = (
@@ -162,21 +170,20 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_vl": Variant(
         "Qwen3VLForConditionalGeneration",
         {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        QWEN3_VISION,
+        QWEN3_PROCESSOR,
+    ),
+    "qwen3_vl_moe": Variant(
+        "Qwen3VLMoeForConditionalGeneration",
         {
-            "depth": 3,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "patch_size": 14,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
+            "head_dim": 16,
+            "rope_parameters": {**MROPE, "mrope_interleaved": True},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
         },
-        {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen3VLProcessor",
-            **QWEN_PROCESSOR,
-        },
+        QWEN3_VISION,
+        QWEN3_PROCESSOR,
     ),
     "qwen2_vl": Variant(
         "Qwen2VLForConditionalGeneration",

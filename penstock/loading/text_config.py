@@ -54,6 +54,8 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
     said = {key: value for key, value in text.items() if value is not None}
     settings = {**outer, **defaults, **said, "architectures": config.get("architectures")}
+    if config.get("tie_word_embeddings") is not None:
+        settings["tie_word_embeddings"] = config["tie_word_embeddings"]
     if config["model_type"] == "gemma3" and "rope_parameters" not in settings:
         # Older files scale only the layers with full attention. max_position_embeddings already
         # includes it, so it must not apply to all layers.

@@ -210,6 +210,12 @@ VISION: dict[str, Architecture] = {
     **_own("Idefics3ForConditionalGeneration", "idefics3", "Idefics 3", ("idefics3",)),
     **_own("SmolVLMForConditionalGeneration", "idefics3", "SmolVLM, SmolVLM 2", ("smolvlm",)),
     **_own("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3-VL (dense)", ("qwen3_vl",)),
+    **_own(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl",
+        "Qwen3-VL 30B-A3B and 235B-A22B",
+        ("qwen3_vl_moe",),
+    ),
     **_own("Qwen2VLForConditionalGeneration", "qwen2_vl", "Qwen2-VL, QVQ", ("qwen2_vl",)),
     **_own("Qwen2_5_VLForConditionalGeneration", "qwen2_vl", "Qwen2.5-VL", ("qwen2_5_vl",)),
 }

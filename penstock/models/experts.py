@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from penstock.layers.build import Build
 from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.models.config import DecoderConfig, read_int
+from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import Routing
 from penstock.protocol.errors import ModelError
 
@@ -57,3 +59,34 @@ def is_sparse(config: DecoderConfig, index: int) -> bool:
         raise ModelError(f"config.json: mlp_only_layers must list layers, got {dense!r:.80}")
     step = read_int(config.raw, "decoder_sparse_step", 1)
     return index not in dense and (index + 1) % step == 0
+
+
+def split_experts(
+    tensors: Iterable[tuple[str, Weight]], parent: str, hidden_size: int
+) -> Iterator[tuple[str, Weight]]:
+    """Split tensors that hold all experts of a layer into single experts.
+
+    `parent`: the last part of the names before ``experts``. The experts are [in, out], or [out, in]
+    if only that fits `hidden_size`.
+    """
+    where = f".{parent}.experts."
+    for name, tensor in tensors:
+        layer, _, matrix = name.partition(where)
+        if matrix not in ("gate_up_proj", "down_proj") or isinstance(tensor, BlockTensor):
+            yield name, tensor
+            continue
+        if tensor.dim() != 3:
+            raise ModelError(
+                f"tensor {name} has shape {list(tensor.shape)}, but experts are three-"
+                f"dimensional: their number, inputs and outputs"
+            )
+        is_down = matrix == "down_proj"
+        if tensor.shape[2 if is_down else 1] == hidden_size:
+            tensor = tensor.transpose(1, 2)
+        for expert, own in enumerate(tensor):  # [out, in]
+            prefix = f"{layer}{where}{expert}."
+            if is_down:
+                yield f"{prefix}down_proj.weight", own.contiguous()
+                continue
+            for part, rows in zip(("gate_proj", "up_proj"), own.chunk(2), strict=True):
+                yield f"{prefix}{part}.weight", rows.contiguous()

@@ -16,12 +16,11 @@ from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_float, read_int
 from penstock.models.decoder import DecoderLM
-from penstock.models.experts import make_experts
-from penstock.ops.blocks import BlockTensor, Weight
+from penstock.models.experts import make_experts, split_experts
+from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
-EXPERTS = ".feed_forward.experts."
 
 # The usual angles, and the factor of queries without positions, [n, 1, 1].
 Llama4Angles = tuple[Angles, torch.Tensor | None]
@@ -107,24 +106,7 @@ class Llama4ForCausalLM(DecoderLM):
         )
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """Split tensors that hold all experts of a layer, [in, out], into single experts."""
-        for name, tensor in tensors:
-            layer, _, matrix = name.partition(EXPERTS)
-            if matrix not in ("gate_up_proj", "down_proj") or isinstance(tensor, BlockTensor):
-                yield name, tensor
-                continue
-            if tensor.dim() != 3:
-                raise ModelError(
-                    f"tensor {name} has shape {list(tensor.shape)}, but experts are three-"
-                    f"dimensional: their number, inputs and outputs"
-                )
-            for expert, own in enumerate(tensor):
-                prefix = f"{layer}{EXPERTS}{expert}."
-                if matrix == "down_proj":
-                    yield f"{prefix}down_proj.weight", own.t().contiguous()
-                    continue
-                for part, columns in zip(("gate_proj", "up_proj"), own.chunk(2, 1), strict=True):
-                    yield f"{prefix}{part}.weight", columns.t().contiguous()
+        return split_experts(tensors, "feed_forward", self.hidden_size)
 
     def angles(self, positions: torch.Tensor) -> Sequence[Llama4Angles]:
         angles = self.rotary.angles(positions), self._temperature(positions)

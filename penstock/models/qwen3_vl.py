@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from penstock.layers.rotary import MRotary, Rotary
 from penstock.layers.sublayers import Angles, Stream
 from penstock.layers.vision import Segments, Table, activation, plain_linear
 from penstock.models.config import DecoderConfig, read_int
+from penstock.models.experts import split_experts
 from penstock.models.qwen2_vl import EPS, Grids, QwenTower, mrope_positions
 from penstock.models.qwen3 import Qwen3ForCausalLM
 from penstock.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -27,6 +28,7 @@ from penstock.models.vision import (
     load_tower,
     vision_settings,
 )
+from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 from penstock.protocol.media import MediaItem
 
@@ -154,3 +156,7 @@ class Qwen3VLForConditionalGeneration(Qwen3VLModel, Qwen3ForCausalLM):
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3VLModel, Qwen3MoeForCausalLM):
     weights = Qwen3MoeForCausalLM.weights.renaming(Qwen3VLModel.renamed)
+    defaults = {**Qwen3MoeForCausalLM.defaults, "norm_topk_prob": True}
+
+    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        return split_experts(tensors, "mlp", self.hidden_size)

@@ -18,6 +18,7 @@ from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
 from penstock.layers.experts import IMPLEMENTATIONS, Experts, ExpertsConfig
+from penstock.models.experts import split_experts
 from penstock.ops.cpu.dtypes import BLOCK_TYPES, FLOAT_TYPES
 from penstock.ops.experts import Routing
 from penstock.ops.registry import Ops
@@ -211,3 +212,19 @@ def test_int8_quantizes_the_experts_and_not_their_router(tmp_path: Path) -> None
             for name, linear in packed.items()
         }
     assert types == {"gate": {FLOAT_TYPES[torch.float32]}, "expert": {BLOCK_TYPES["Q8_0"]}}
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_stacked_experts_are_split_in_either_layout(is_turned: bool) -> None:
+    gate, up, down = torch.randn(3, 2, 5, 8)  # two experts [out, in]; down is turned below
+    stacked = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down.transpose(1, 2)}
+    if is_turned:
+        stacked = {name: tensor.transpose(1, 2) for name, tensor in stacked.items()}
+    named = [(f"model.layers.0.mlp.experts.{name}", own) for name, own in stacked.items()]
+    found = dict(split_experts(named, "mlp", hidden_size=8))
+    for expert in range(2):
+        prefix = f"model.layers.0.mlp.experts.{expert}"
+        torch.testing.assert_close(found.pop(f"{prefix}.gate_proj.weight"), gate[expert])
+        torch.testing.assert_close(found.pop(f"{prefix}.up_proj.weight"), up[expert])
+        torch.testing.assert_close(found.pop(f"{prefix}.down_proj.weight"), down[expert].T)
+    assert not found
