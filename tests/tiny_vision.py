@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from vision_variants import VARIANTS, Variant
 
 from penstock.media.messages import MediaSetup
 from penstock.media.processor import load_processor
@@ -30,192 +31,6 @@ TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
-
-
-class Variant(NamedTuple):
-    model: str  # class in transformers
-    text: dict[str, Any]
-    vision: dict[str, Any]
-    processor: dict[str, Any]  # preprocessor_config.json
-    image: str = "<|vision_start|><|image_pad|><|vision_end|>"  # what the template writes
-    video: str = ""
-    image_token: str = "<|image_pad|>"
-    special: tuple[str, ...] = ()  # further tokens
-    outer: dict[str, Any] = {}  # further settings of config.json
-    own: dict[str, Any] = {}  # settings of processor_config.json
-    named: dict[str, str] = {}  # special tokens that the processor knows by a name
-    max_span: int = 0  # tokens that a step cannot divide
-    num_groups: int = 1  # of layers that keep different tokens
-
-
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-QWEN_PROCESSOR = {
-    "min_pixels": 4 * 28 * 28, "max_pixels": 64 * 28 * 28, "patch_size": 14, "merge_size": 2,
-    "temporal_patch_size": 2, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
-}  # fmt: skip
-QWEN3_VISION = {
-    "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
-    "patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
-}  # fmt: skip
-QWEN3_PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor",
-    **QWEN_PROCESSOR,
-}  # fmt: skip
-
-VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
-TILES = (
-    "<fake_token_around_image>",
-    "<image>",
-    "<global-img>",
-    "<end_of_utterance>",
-    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
-)
-IDEFICS_PROCESSOR = {
-    "size": {"longest_edge": 224},
-    "max_image_size": {"longest_edge": 56},
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-IDEFICS_VISION = {**VIT, "image_size": 56, "patch_size": 14}
-
-VARIANTS: dict[str, Variant] = {
-    "gemma3": Variant(
-        "Gemma3ForConditionalGeneration",
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        {**VIT, "image_size": 112, "patch_size": 14},
-        {
-            "image_processor_type": "Gemma3ImageProcessor",
-            "processor_class": "Gemma3Processor",
-            "size": {"height": 112, "width": 112},
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-        },
-        image="<start_of_image>",
-        special=("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-        outer={
-            "image_token_index": "<image_soft_token>",
-            "boi_token_index": "<start_of_image>",
-            "eoi_token_index": "<end_of_image>",
-            "mm_tokens_per_image": 16,
-        },
-        own={"image_seq_length": 16},
-        named={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-        max_span=16,
-        num_groups=2,
-    ),
-    "llava": Variant(
-        "LlavaForConditionalGeneration",
-        {"model_type": "llama"},
-        {
-            **VIT,
-            "model_type": "clip_vision_model",
-            "image_size": 56,
-            "patch_size": 14,
-            "projection_dim": 16,
-        },
-        {
-            "image_processor_type": "CLIPImageProcessor",
-            "processor_class": "LlavaProcessor",
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
-            "image_mean": [0.48, 0.46, 0.41],
-            "image_std": [0.27, 0.26, 0.28],
-        },
-        image="<image>",
-        special=("<image>",),
-        outer={"image_token_index": "<image>"},
-        own={
-            "patch_size": 14,
-            "vision_feature_select_strategy": "default",
-            "num_additional_image_tokens": 1,
-        },
-    ),
-    "idefics3": Variant(
-        "Idefics3ForConditionalGeneration",
-        {"model_type": "llama"},
-        IDEFICS_VISION,
-        {
-            "image_processor_type": "Idefics3ImageProcessor",
-            "processor_class": "Idefics3Processor",
-            **IDEFICS_PROCESSOR,
-        },
-        image="<image>",
-        special=TILES,
-        outer={"image_token_id": "<image>", "scale_factor": 2, "pad_token_id": 2},
-        own={"image_seq_len": 4},
-    ),
-    "smolvlm": Variant(
-        "SmolVLMForConditionalGeneration",
-        {"model_type": "llama"},
-        IDEFICS_VISION,
-        {
-            "image_processor_type": "SmolVLMImageProcessor",
-            "processor_class": "SmolVLMProcessor",
-            **IDEFICS_PROCESSOR,
-        },
-        image="<image>",
-        special=TILES,
-        outer={"image_token_id": "<image>", "scale_factor": 2, "pad_token_id": 2},
-        own={"image_seq_len": 4},
-    ),
-    "qwen3_vl": Variant(
-        "Qwen3VLForConditionalGeneration",
-        {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-        QWEN3_VISION,
-        QWEN3_PROCESSOR,
-    ),
-    "qwen3_vl_moe": Variant(
-        "Qwen3VLMoeForConditionalGeneration",
-        {
-            "head_dim": 16,
-            "rope_parameters": {**MROPE, "mrope_interleaved": True},
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-        },
-        QWEN3_VISION,
-        QWEN3_PROCESSOR,
-    ),
-    "qwen2_vl": Variant(
-        "Qwen2VLForConditionalGeneration",
-        {"rope_parameters": MROPE},
-        {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
-        {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2VLProcessor",
-            **QWEN_PROCESSOR,
-        },
-        video="<|vision_start|><|video_pad|><|vision_end|>",
-    ),
-    "qwen2_5_vl": Variant(
-        "Qwen2_5_VLForConditionalGeneration",
-        {"rope_parameters": MROPE},
-        {
-            "depth": 3,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-        },
-        {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2_5_VLProcessor",
-            **QWEN_PROCESSOR,
-        },
-        video="<|vision_start|><|video_pad|><|vision_end|>",
-    ),
-}
 
 
 def make_tokenizer(folder: Path, variant: Variant) -> dict[str, int]:
@@ -251,7 +66,10 @@ def make_vision_checkpoint(folder: Path, name: str) -> Path:
         **TEXT, "vocab_size": len(ids) + 256, "bos_token_id": 0, "eos_token_id": 1,
         "pad_token_id": 2, **variant.text,
     }  # fmt: skip
-    outer = {key: ids.get(value, value) for key, value in variant.outer.items()} or {
+    outer = {
+        key: ids.get(value, value) if isinstance(value, str) else value
+        for key, value in variant.outer.items()
+    } or {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +100,14 @@ def plain_linear(build: Build, in_features: int, out_features: int, bias: bool =
     return Linear(build, in_features, [Part("", out_features, 1)], bias)
 
 
+def pixel_shuffle(x: torch.Tensor, scale: int) -> torch.Tensor:
+    """Squares of patches as one row each: [n, patches, size] -> [n, squares, size * scale**2]."""
+    n, patches, size = x.shape
+    side = int(patches**0.5)
+    squares = x.reshape(n, side // scale, scale, side // scale, scale, size)
+    return squares.transpose(2, 3).reshape(n, (side // scale) ** 2, scale**2 * size)
+
+
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     """Rotate [n, heads, head_dim] in float32, dimensions i and i + head_dim / 2 together.
 
@@ -108,6 +116,16 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     cos, sin = angles
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def axial_angles(coordinates: torch.Tensor, frequencies: torch.Tensor) -> Angles:
+    """cos and sin [n, 1, head_dim / 2] for patches at rows and columns [n, 2].
+
+    `frequencies` [2, head_dim / 4]: of the dimensions that turn by row, then by column.
+    """
+    angles = coordinates.float()[:, :, None] * frequencies.to(coordinates.device)
+    turned = angles.flatten(1).unsqueeze(1)
+    return turned.cos(), turned.sin()
 
 
 class VisionAttention(nn.Module):
@@ -124,6 +142,7 @@ class VisionAttention(nn.Module):
         num_heads: int,
         bias: bool = True,
         fused: bool = False,
+        output_bias: bool | None = None,  # None: as of queries, keys and values
     ) -> None:
         super().__init__()
         self.ops = build.ops
@@ -131,16 +150,17 @@ class VisionAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = hidden_size // num_heads
         self.fused = fused
+        output_bias = bias if output_bias is None else output_bias
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if fused:
             self.qkv = plain_linear(build, hidden_size, 3 * hidden_size, bias)
-            self.proj = plain_linear(build, hidden_size, hidden_size, bias)
+            self.proj = plain_linear(build, hidden_size, hidden_size, output_bias)
         else:
             self.qkv_proj = qkv_linear(
                 build, hidden_size, num_heads, num_heads, self.head_dim, bias
             )
-            self.out_proj = plain_linear(build, hidden_size, hidden_size, bias)
+            self.out_proj = plain_linear(build, hidden_size, hidden_size, output_bias)
 
     def forward(
         self, x: torch.Tensor, segments: Segments, angles: Angles | None = None
@@ -160,6 +180,22 @@ class VisionAttention(nn.Module):
             query, key, value, segments.starts, self.head_dim**-0.5
         ).flatten(1)
         return self.proj(attended) if self.fused else self.out_proj(attended)
+
+
+class VisionBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, attention: VisionAttention, mlp: nn.Module, norms: Sequence[Norm]) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn = attention
+        self.mlp = mlp
+
+    def forward(
+        self, x: torch.Tensor, segments: Segments, angles: Angles | None = None
+    ) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), segments, angles)
+        return x + self.mlp(self.norm2(x))
 
 
 class VisionMLP(nn.Module):

@@ -19,7 +19,7 @@ from penstock.loading.gguf.config import config_from_gguf, generation_config_fro
 from penstock.loading.gguf.file import GGUFFile
 from penstock.loading.gguf.split import choose_gguf, read_model
 from penstock.loading.hub import Snapshot, fetch_from_hub
-from penstock.loading.text_config import text_settings
+from penstock.loading.text_config import settle_ties, text_settings
 from penstock.protocol.errors import ModelError
 
 MODULES_FILE = "modules.json"  # of sentence-transformers
@@ -149,6 +149,7 @@ def _from_folder(
     generation_path = folder / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else {}
     files = [] if load.load_format == "dummy" else find_tensor_files(folder, load)
+    config = settle_ties(config, files)
     return ModelSource(
         name=name,
         path=folder,

@@ -2,14 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ModelError
 
-# By model_type: defaults of the text model's settings.
+# By model_type of the text model: what a text_config may leave out.
+LANGUAGE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
+    "qwen3": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+    },
+}
+
+# By model_type: defaults of the text model's settings in these models.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llava": {},
+    "llava": {"model_type": "llama"},
+    "llava_next": {"model_type": "llama"},
+    "llava_onevision": {"model_type": "qwen2"},
+    "internvl": {"model_type": "qwen2"},
+    "mistral3": {
+        "model_type": "mistral",
+        "vocab_size": 131_072,
+        "hidden_size": 5120,
+        "intermediate_size": 32_768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000_000.0,
+    },
     "idefics3": {"model_type": "llama"},
     "smolvlm": {"model_type": "llama"},
     "qwen3_vl": {},
@@ -38,7 +96,33 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+MAX_HEADER_BYTES = 2**27
+TIES = "tie_word_embeddings"
 KEPT = ("quantization_config", "compression_config", "vision_config")
+
+
+def settle_ties(settings: dict[str, Any], files: Sequence[Path]) -> dict[str, Any]:
+    """With `TIES`, if the settings leave it open and the files can tell.
+
+    Vision-language models have the setting twice, and their files differ in which one counts.
+    """
+    names = [name for path in files for name in _tensor_names(path)]
+    if "vision_config" not in settings or TIES in settings or not names:
+        return settings
+    return {**settings, TIES: not any(name.endswith("lm_head.weight") for name in names)}
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """Of a safetensors file; [] for others, and for broken ones, which the loader refuses."""
+    if path.suffix != ".safetensors":
+        return []
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return list(header) if isinstance(header, dict) else []
 
 
 def text_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,9 +137,12 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
         key: value for key, value in config.items() if not key.endswith("_config") or key in KEPT
     }
     said = {key: value for key, value in text.items() if value is not None}
-    settings = {**outer, **defaults, **said, "architectures": config.get("architectures")}
-    if config.get("tie_word_embeddings") is not None:
-        settings["tie_word_embeddings"] = config["tie_word_embeddings"]
+    kind = said.get("model_type", defaults.get("model_type"))
+    defaults = {**LANGUAGE_DEFAULTS.get(str(kind), {}), **outer, **defaults}
+    settings = {**defaults, **said, "architectures": config.get("architectures")}
+    ties = {each.get(TIES) for each in (config, text)} - {None}
+    if len(ties) == 2:  # the tensors say which is right
+        del settings[TIES]
     if config["model_type"] == "gemma3" and "rope_parameters" not in settings:
         # Older files scale only the layers with full attention. max_position_embeddings already
         # includes it, so it must not apply to all layers.

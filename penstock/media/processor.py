@@ -20,9 +20,12 @@ def load_processor(folder: str) -> Any:
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    processor_class = getattr(transformers, _class_name(folder), None)
+    from penstock.media.own_processors import OWN
+
+    name = _class_name(folder)
+    processor_class = OWN.get(name) or getattr(transformers, name, None)
     if processor_class is None:
-        raise ModelError(f"{folder}: transformers has no class {_class_name(folder)!r}")
+        raise ModelError(f"{folder}: transformers has no class {name!r}")
 
     class Loose(processor_class):  # type: ignore[misc, valid-type]
         """Takes a processor without its part for video."""

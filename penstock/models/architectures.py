@@ -206,7 +206,27 @@ ENCODERS: dict[str, Architecture] = {
 # Models that take images. `parity` names checkpoints of tests/tiny_vision.py.
 VISION: dict[str, Architecture] = {
     **_own("Gemma3ForConditionalGeneration", "gemma3", "Gemma 3 4B, 12B and 27B", ("gemma3",)),
-    **_own("LlavaForConditionalGeneration", "llava", "LLaVA 1.5", ("llava",)),
+    **_own(
+        "LlavaForConditionalGeneration", "llava", "LLaVA 1.5, Pixtral 12B", ("llava", "pixtral")
+    ),
+    **_own(
+        "Mistral3ForConditionalGeneration", "mistral3", "Mistral Small 3.1 and 3.2", ("mistral3",)
+    ),
+    **_own(
+        "LlavaNextForConditionalGeneration", "llava_next", "LLaVA 1.6 (LLaVA-NeXT)", ("llava_next",)
+    ),
+    **_own(
+        "LlavaOnevisionForConditionalGeneration",
+        "llava_next",
+        "LLaVA-OneVision",
+        ("llava_onevision",),
+    ),
+    **_own(
+        "InternVLForConditionalGeneration",
+        "internvl",
+        "InternVL 3 and 3.5, as transformers saves them (-hf)",
+        ("internvl", "internvl_normed"),
+    ),
     **_own("Idefics3ForConditionalGeneration", "idefics3", "Idefics 3", ("idefics3",)),
     **_own("SmolVLMForConditionalGeneration", "idefics3", "SmolVLM, SmolVLM 2", ("smolvlm",)),
     **_own("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3-VL (dense)", ("qwen3_vl",)),

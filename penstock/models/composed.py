@@ -19,7 +19,17 @@ LANGUAGE_MODELS = {
     "mistral": "mistral:MistralForCausalLM",
     "qwen2": "qwen2:Qwen2ForCausalLM",
     "qwen3": "qwen3:Qwen3ForCausalLM",
+    "qwen3_moe": "qwen3_moe:Qwen3MoeForCausalLM",
     "smollm3": "smollm3:SmolLM3ForCausalLM",
+}
+
+# Names in checkpoints of LLaVA and the many models that are put together like it.
+LLAVA_NAMES = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?vision_tower\.(vision_model\.)?": "vision.tower.",
+    r"^(model\.)?multi_modal_projector\.": "vision.projector.",
 }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear
-from penstock.layers.vision import plain_linear
+from penstock.layers.vision import pixel_shuffle, plain_linear
 from penstock.models.composed import ComposedVisionModel
 from penstock.models.config import read_int
 from penstock.models.vision import MediaInputs, VisionTower, stack_images, vision_settings
@@ -37,18 +37,11 @@ class Idefics3Tower(VisionTower):
 
     def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         images, counts = stack_images(items, self.build)
-        x = self._shuffle(self.tower(images))
+        x = pixel_shuffle(self.tower(images), self.scale)
         proj = self.projection["proj"]
         assert isinstance(proj, Linear)
         rows = proj(x.flatten(0, 1))
         return list(torch.split(rows, [count * x.shape[1] for count in counts]))
-
-    def _shuffle(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, patches, size] -> [n, squares, size * scale**2]."""
-        n, patches, size = x.shape
-        side, scale = int(patches**0.5), self.scale
-        squares = x.reshape(n, side // scale, scale, side // scale, scale, size)
-        return squares.transpose(2, 3).reshape(n, (side // scale) ** 2, scale**2 * size)
 
 
 class Idefics3ForConditionalGeneration(ComposedVisionModel):

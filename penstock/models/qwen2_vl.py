@@ -18,8 +18,10 @@ from penstock.layers.vision import (
     PatchEmbedding,
     Segments,
     VisionAttention,
+    VisionBlock,
     VisionMLP,
     activation,
+    axial_angles,
     plain_linear,
 )
 from penstock.models.config import DecoderConfig, read_int
@@ -86,15 +88,6 @@ class Grids:
         return np.concatenate(order), lengths
 
 
-def axial_angles(coordinates: Positions, head_dim: int, device: torch.device) -> Angles:
-    """cos and sin [n, 1, head_dim / 2]: half of the dimensions turn by row, half by column."""
-    size = head_dim // 2
-    inverse = 1.0 / 10000.0 ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    angles = torch.from_numpy(coordinates).float()[:, :, None] * inverse
-    turned = angles.flatten(1).unsqueeze(1).to(device)
-    return turned.cos(), turned.sin()
-
-
 class PatchMerger(nn.Module):
     """Norm, then the patches of a square together through two linear layers."""
 
@@ -115,18 +108,6 @@ class PatchMerger(nn.Module):
         for layer in self.mlp:
             x = layer(x)
         return x
-
-
-class VisionBlock(nn.Module):
-    def __init__(self, attention: VisionAttention, mlp: nn.Module, norms: Sequence[Norm]) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = norms
-        self.attn = attention
-        self.mlp = mlp
-
-    def forward(self, x: torch.Tensor, segments: Segments, angles: Angles) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), segments, angles)
-        return x + self.mlp(self.norm2(x))
 
 
 class QwenTower(VisionTower):
@@ -175,7 +156,10 @@ class QwenTower(VisionTower):
         device, dtype = self.build.device, self.build.dtype
         pixels = torch.cat([item.tensors["pixel_values"] for item in items])
         x = self.patch_embed["proj"](pixels.to(device=device, dtype=dtype))
-        angles = axial_angles(grids.coordinates(), self.size // self.num_heads, device)
+        size = self.size // self.num_heads // 2
+        one = 1.0 / 10000.0 ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        coordinates = torch.from_numpy(grids.coordinates()).to(device)
+        angles = axial_angles(coordinates, one.expand(2, -1))
         return list(torch.split(self.layers(x, grids, angles), grids.rows))
 
     def layers(self, x: torch.Tensor, grids: Grids, angles: Angles) -> torch.Tensor:

@@ -20,6 +20,7 @@ from penstock.config import EngineConfig
 from penstock.distributed.mesh import RankGroup
 from penstock.layers.build import Build
 from penstock.layers.quantization import DenseMethod
+from penstock.layers.vision import activation, plain_linear
 from penstock.models.base import Model
 from penstock.models.runtime import hold_whole_prompts
 from penstock.protocol.errors import ConfigError, ModelError
@@ -119,9 +120,84 @@ def media_limits(model: Model, limits: StepLimits, config: EngineConfig) -> Step
     )
 
 
+class Projector(nn.Module):
+    """Two linear layers, from a tower's features to embeddings."""
+
+    def __init__(self, build: Build, size: int, hidden_size: int, raw: Mapping[str, Any]) -> None:
+        super().__init__()
+        bias = bool(raw.get("multimodal_projector_bias", True))
+        self.act = activation(raw.get("projector_hidden_act", "gelu"))
+        self.linear_1 = plain_linear(build, size, hidden_size, bias)
+        self.linear_2 = plain_linear(build, hidden_size, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_2(self.act(self.linear_1(x)))
+
+
+# By model_type: what a vision_config leaves out.
+VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "clip_vision_model": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 224,
+        "patch_size": 32,
+    },
+    "siglip_vision_model": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 224,
+        "patch_size": 16,
+    },
+    "pixtral": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "image_size": 1024,
+        "patch_size": 16,
+        "hidden_act": "gelu",
+    },
+    "internvl_vision": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "image_size": 448,
+        "patch_size": 14,
+    },
+}
+
+
 def vision_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The vision tower's part of a config.json."""
     settings = raw.get("vision_config")
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: vision_config must be an object, got {settings!r:.80}")
-    return {key: value for key, value in settings.items() if value is not None}
+    defaults = VISION_DEFAULTS.get(str(settings.get("model_type")), {})
+    given = {key: value for key, value in settings.items() if value is not None}
+    for name in ("image_size", "patch_size"):  # height and width, which are the same
+        sides = given.get(name)
+        if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1]:
+            given[name] = sides[0]
+    return {**defaults, **given}
+
+
+def num_feature_layers(raw: Mapping[str, Any], depth: int, default: int) -> int:
+    """How many of a tower's `depth` layers run before its features are taken."""
+    layer = raw.get("vision_feature_layer", default)
+    if isinstance(layer, list) and len(layer) == 1:
+        layer = layer[0]
+    if (
+        not isinstance(layer, int)
+        or isinstance(layer, bool)
+        or not -depth <= layer + 1 <= depth + 1
+    ):
+        raise ModelError(
+            f"config.json: vision_feature_layer must be an integer, one of the tower's {depth} "
+            f"layers, got {layer!r:.80}"
+        )
+    return depth + 1 + layer if layer < 0 else layer

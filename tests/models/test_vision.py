@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tiny_vision import VARIANTS, InProcessMedia, Reference, make_vision_checkpoint, picture
+from tiny_vision import InProcessMedia, Reference, make_vision_checkpoint, picture
+from vision_variants import VARIANTS
 
 from penstock import LLM, SamplingParams
 from penstock.models.architectures import VISION
@@ -47,8 +48,8 @@ def asked(prompt: dict[str, Any]) -> dict[str, Any]:
 
 SLOW = pytest.mark.slow
 WAYS: dict[str, dict[str, Any]] = {  # options of the engine
-    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4, "encoder_cache_tokens": 80},
-    "chunks of 64": {"max_num_batched_tokens": 64, "encoder_cache_tokens": 80},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4, "encoder_cache_tokens": 96},
+    "chunks of 64": {"max_num_batched_tokens": 64, "encoder_cache_tokens": 96},
     "whole prompts": {},
     "preempted": {"max_model_len": 256},
 }
