@@ -14,6 +14,7 @@ from vision_variants import VARIANTS, Variant
 
 from penstock.media.messages import MediaSetup
 from penstock.media.processor import load_processor
+from penstock.media.video import video_of
 from penstock.media.worker import make_worker
 
 SPECIAL = [
@@ -98,6 +99,27 @@ def picture(width: int, height: int, seed: int = 0) -> Any:
     return Image.fromarray(noise)
 
 
+def clip(width: int, height: int, num_frames: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """The frames of a video, [num_frames, height, width, 3]."""
+    frames = [np.asarray(picture(width, height, seed + number)) for number in range(num_frames)]
+    return np.stack(frames)
+
+
+class _GivenVideos:
+    """A processor's part for videos, which takes frames and their metadata."""
+
+    def __init__(self, own: Any, facts: list[dict[str, Any]]) -> None:
+        self.own, self.facts = own, iter(facts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def __call__(self, videos: list[np.ndarray[Any, Any]], **kwargs: Any) -> Any:
+        (frames,) = videos
+        video = video_of(frames.tobytes(), frames.shape, next(self.facts), self.own.keep)
+        return self.own(videos, video)
+
+
 class Reference:
     """A checkpoint in transformers."""
 
@@ -119,10 +141,17 @@ class Reference:
 
     @torch.inference_mode()
     def generate_scored(
-        self, text: str, images: list[Any], max_tokens: int
+        self, text: str, images: list[Any], max_tokens: int, video: Any = None
     ) -> tuple[list[int], list[int], list[float]]:
-        """As `generate`, and the logprob of each token."""
-        inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
+        """As `generate`, and the logprob of each token. `video`: frames and their metadata."""
+        given: dict[str, Any] = {"images": images or None}
+        if video is not None:
+            given["videos"] = [video[0]]
+            own = self.processor.video_processor
+            self.processor.video_processor = _GivenVideos(own, [video[1]])
+        inputs = self.processor(text=[text], **given, return_tensors="pt")
+        if video is not None:
+            self.processor.video_processor = own
         output = self.model.generate(
             **inputs,
             max_new_tokens=max_tokens,

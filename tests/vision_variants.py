@@ -262,6 +262,7 @@ VARIANTS: dict[str, Variant] = {
             **IDEFICS_PROCESSOR,
         },
         image="<image>",
+        video="<video>",
         special=TILES,
         outer={"image_token_id": "<image>", "scale_factor": 2, "pad_token_id": 2},
         own={"image_seq_len": 4},
@@ -271,6 +272,7 @@ VARIANTS: dict[str, Variant] = {
         {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         QWEN3_VISION,
         QWEN3_PROCESSOR,
+        video="<|vision_start|><|video_pad|><|vision_end|>",
     ),
     "qwen3_vl_moe": Variant(
         "Qwen3VLMoeForConditionalGeneration",

@@ -8,6 +8,7 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, get_args
 
 from penstock.protocol.errors import InputError
@@ -70,9 +71,10 @@ def read_multi_modal_data(
 ) -> list[MediaContent]:
     """The `multi_modal_data` of a prompt: an item or a list of items for image and for video.
 
-    An image is one of Pillow's, an array [height, width, 3] of uint8, the bytes of a file, or
-    embeddings [rows, width]. A video is an array [frames, height, width, 3], the bytes of a file,
-    or a pair of one of these and its metadata. With `uuids`, an item may be None: sent before.
+    An image is one of Pillow's, an array [height, width, 3] of uint8, a file (its bytes or its
+    path), or embeddings [rows, width]. A video is an array [frames, height, width, 3], a file, or a
+    pair of frames and their metadata (fps, frames_indices, total_num_frames). A list of frames is
+    one video. With `uuids`, an item may be None: sent before.
     """
     for given, name in ((kwargs, "mm_processor_kwargs"), (uuids, "multi_modal_uuids")):
         if given is not None and not isinstance(given, Mapping):
@@ -85,6 +87,8 @@ def read_multi_modal_data(
         if modality not in MODALITIES:
             raise InputError(f"{where} may contain image and video, got {modality!r}", where)
         names = _listed(uuids.get(modality)) if isinstance(uuids, Mapping) else []
+        if modality == "video":
+            given = _stacked(given)
         for index, one in enumerate(_listed(given)):
             at = f"{where}.{modality}" + (f"[{index}]" if isinstance(given, list) else "")
             uuid = check_uuid(names[index] if index < len(names) else None, at)
@@ -99,8 +103,12 @@ def _listed(given: Any) -> Sequence[Any]:
 def read_item(given: Any, modality: Modality, where: str, uuid: str | None = None) -> MediaContent:
     """An item of the Python API."""
     facts: Mapping[str, Any] = {}
-    if modality == "video" and isinstance(given, tuple) and len(given) == 2:
-        given, facts = given
+    if modality == "video":
+        if isinstance(given, tuple) and len(given) == 2:
+            given, facts = given
+        given = _stacked(given)
+    if isinstance(given, Path):
+        given = _read_path(given, where)
     if given is None and uuid is not None:
         return MediaContent(modality=modality, where=where, uuid=uuid)
     if isinstance(given, (bytes, bytearray)):
@@ -120,6 +128,8 @@ def read_item(given: Any, modality: Modality, where: str, uuid: str | None = Non
     shape = tuple(getattr(given, "shape", ()))
     dims = {"image": 3, "video": 4}[modality]
     if len(shape) == dims and shape[-1] == 3 and str(given.dtype) == PIXELS:
+        if modality == "video":
+            facts = _video_facts(facts, shape[0], where)
         return MediaContent(
             modality=modality, where=where, data=given.tobytes(), shape=shape, uuid=uuid,
             facts=facts,
@@ -131,9 +141,65 @@ def read_item(given: Any, modality: Modality, where: str, uuid: str | None = Non
         "video": "an array [frames, height, width, 3] of uint8",
     }
     raise InputError(
-        f"{where} must be {forms[modality]} or the bytes of a file, got {type(given).__name__}",
+        f"{where} must be {forms[modality]} or a file (bytes or a Path), got "
+        f"{type(given).__name__}",
         where,
     )
+
+
+def _stacked(given: Any) -> Any:
+    """The array of a video whose frames are in a list, as arrays or images of Pillow's."""
+
+    def is_frame(each: Any) -> bool:
+        return hasattr(each, "convert") or len(getattr(each, "shape", ())) == 3
+
+    if not isinstance(given, (list, tuple)) or not given or not all(map(is_frame, given)):
+        return given
+    import numpy as np
+
+    frames = [
+        np.asarray(each.convert("RGB") if hasattr(each, "convert") else each) for each in given
+    ]
+    return np.stack(frames) if len({each.shape for each in frames}) == 1 else given
+
+
+def _read_path(path: Path, where: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{where}: {error}", where) from error
+
+
+def _video_facts(given: Any, num_frames: int, where: str) -> dict[str, Any]:
+    """The metadata of a video given as frames: fps, and which frames of how many these are."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"{where}: the metadata must be a dictionary, got {given!r:.80}", where)
+    facts: dict[str, Any] = {}
+    if (fps := given.get("fps")) is not None:
+        if not isinstance(fps, (int, float)) or not 0 < fps <= 1000:
+            raise InputError(
+                f"{where}: fps must be above 0 and at most 1000, got {fps!r:.80}", where
+            )
+        facts["fps"] = float(fps)
+    if (numbers := given.get("frames_indices")) is not None:
+        numbers = numbers.tolist() if hasattr(numbers, "tolist") else list(numbers)
+        right = len(numbers) == num_frames and all(type(each) is int for each in numbers)
+        if not right or numbers != sorted(numbers) or not 0 <= numbers[0] <= numbers[-1] < 2**31:
+            raise InputError(
+                f"{where}: frames_indices must be {num_frames} ascending integers, got "
+                f"{numbers!r:.80}",
+                where,
+            )
+        facts["frames_indices"] = numbers
+    if (total := given.get("total_num_frames")) is not None:
+        last = facts.get("frames_indices", [num_frames - 1])[-1]
+        if type(total) is not int or not last < total < 2**31:
+            raise InputError(
+                f"{where}: total_num_frames must be an integer above {last}, got {total!r:.80}",
+                where,
+            )
+        facts["total_num_frames"] = total
+    return facts
 
 
 def embeds_content(

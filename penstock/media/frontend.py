@@ -74,12 +74,7 @@ class MediaFrontend:
     def info(self) -> ProcessorInfo:
         """What the processor's tokens are."""
         if self._info is None:
-            for package in ("transformers", "PIL"):
-                if importlib.util.find_spec(package) is None:
-                    raise InputError(
-                        "images cannot be processed here: the server needs pip install "
-                        "'penstock[vision]'"
-                    )
+            _check_packages("transformers", "PIL")
             answer = run_confined(self.pool, msgspec.msgpack.encode(DescribeProcessor()))
             self._info = msgspec.msgpack.decode(answer, type=ProcessorInfo)
         return self._info
@@ -114,6 +109,8 @@ class MediaFrontend:
             content = replace(content, data=data, url=None)
         if content.data is None:
             return self._sent_before(name, content.where)
+        if content.modality == "video" and content.shape is None:
+            _check_packages("av")
         digest = content.digest(self._kind)
         with self._lock:
             item = self._cache.get(digest)
@@ -239,37 +236,38 @@ class MediaFrontend:
                 _, dropped = self._cache.popitem(last=False)
                 self._cache_bytes -= dropped.num_bytes
 
-    def expand_text(self, prompt: str, items: Sequence[Processed]) -> str:
-        """The prompt with each item's text in the place of its placeholder."""
+    def expand_text(self, prompt: str, items: Sequence[Processed]) -> tuple[str, list[Processed]]:
+        """The prompt with each item's text in its place, and the items in the order of these.
+
+        The items of each modality are in the order of their places.
+        """
         info = self.info()
         tokens = [token for token in (info.image_token, info.video_token) if token]
         pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", prompt)
         kinds: dict[str, Modality] = {info.image_token: "image", info.video_token or "": "video"}
-        self._check_places([kinds[token] for token in pieces[1::2]], items)
-        pieces[1::2] = [item.answer.text for item in items]
-        return "".join(pieces)
+        ordered = self._in_order([kinds[token] for token in pieces[1::2]], items)
+        pieces[1::2] = [item.answer.text for item in ordered]
+        return "".join(pieces), ordered
 
     def expand_tokens(
         self,
         token_ids: Sequence[int],
         items: Sequence[Processed],
         encode: Callable[[str], list[int]],
-    ) -> list[int]:
+    ) -> tuple[list[int], list[Processed]]:
         """As `expand_text`, for a prompt of tokens."""
         info = self.info()
         kinds: dict[int | None, Modality] = {info.video_token_id: "video"}
         kinds[info.image_token_id] = "image"
-        self._check_places([kinds[token] for token in token_ids if token in kinds], items)
-        texts = iter(items)
+        ordered = self._in_order([kinds[token] for token in token_ids if token in kinds], items)
+        following = iter(ordered)
         expanded: list[int] = []
         for token in token_ids:
-            expanded += encode(next(texts).answer.text) if token in kinds else [token]
-        return expanded
+            expanded += encode(next(following).answer.text) if token in kinds else [token]
+        return expanded, ordered
 
-    def _check_places(self, found: Sequence[Modality], items: Sequence[Processed]) -> None:
+    def _in_order(self, found: Sequence[Modality], items: Sequence[Processed]) -> list[Processed]:
         needed = [item.modality for item in items]
-        if list(found) == needed:
-            return
         for modality in dict.fromkeys([*needed, *found]):
             if found.count(modality) != needed.count(modality):
                 token = self.token_of(modality, "prompt")
@@ -278,11 +276,8 @@ class MediaFrontend:
                     f"{modality}s, got {found.count(modality)}",
                     "prompt",
                 )
-        raise InputError(
-            f"the placeholders of the prompt ({', '.join(found)}) must be in the order of its "
-            f"media ({', '.join(needed)})",
-            "prompt",
-        )
+        queues = {each: iter([item for item in items if item.modality == each]) for each in found}
+        return [next(queues[modality]) for modality in found]
 
     def place(
         self, token_ids: list[int], items: Sequence[Processed]
@@ -328,3 +323,11 @@ class MediaFrontend:
         with self._lock:
             self._cache.clear()
             self._digests.clear()
+
+
+def _check_packages(*names: str) -> None:
+    if any(importlib.util.find_spec(name) is None for name in names):
+        raise InputError(
+            "images and videos cannot be processed here: the server needs pip install "
+            "'penstock[vision]'"
+        )

@@ -1,7 +1,7 @@
 """Loads a checkpoint's processor: transformers' class, with its image processor on Pillow.
 
-The parts are loaded one by one, because a processor's part for video may need libraries that images
-do not.
+The parts are loaded one by one, because transformers' part for videos needs torchvision. Own ones
+stand in for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penstock.media.video_processor import VIDEO_PROCESSORS
 from penstock.protocol.errors import ModelError
 
 FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -41,6 +42,8 @@ def load_processor(folder: str) -> Any:
         elif part == "image_processor":
             load = AutoImageProcessor.from_pretrained
             given[part] = load(folder, backend="pil", local_files_only=True)
+        elif part == "video_processor" and (videos := VIDEO_PROCESSORS.get(_class_name(folder))):
+            given[part] = videos(video_settings(Path(folder)))
         else:
             given[part] = None
     settings = {
@@ -49,6 +52,16 @@ def load_processor(folder: str) -> Any:
         if key not in ("processor_class", "auto_map", *processor_class.get_attributes())
     }
     return Loose(**given, **settings)
+
+
+def video_settings(folder: Path) -> dict[str, Any]:
+    """A checkpoint's settings of videos. Older ones have them among those of images."""
+    own = read_settings(folder / FILES[0]).get("video_processor")
+    if isinstance(own, dict):
+        return own
+    return read_settings(folder / "video_preprocessor_config.json") or read_settings(
+        folder / FILES[1]
+    )
 
 
 def _class_name(folder: str) -> str:

@@ -1,4 +1,4 @@
-"""The work of a confined process: decode images and run a checkpoint's processor on them."""
+"""The work of a confined process: decode media and run a checkpoint's processor on them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from penstock.media.messages import (
     ProcessorInfo,
 )
 from penstock.media.processor import load_processor, read_settings
+from penstock.media.video import Sampling, decode_video, video_of
 from penstock.protocol.media import MediaTensor
 
 ENTRY = "penstock.media.worker:make_worker"
@@ -50,20 +51,57 @@ def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
 
 def describe(processor: Any, config: Mapping[str, Any]) -> ProcessorInfo:
     """`config`: the config.json, which says which tokens embeddings replace."""
-    ids = processor.tokenizer.convert_tokens_to_ids
+
+    def number(token: str) -> int | None:
+        found = processor.tokenizer.convert_tokens_to_ids(token)
+        return found if found != processor.tokenizer.unk_token_id else None
+
+    def row(modality: str, otherwise: int | None) -> int | None:
+        found = config.get(f"{modality}_token_id", config.get(f"{modality}_token_index"))
+        return found if isinstance(found, int) else otherwise
+
     image = processor.image_processor
     has_grid = "image_grid_thw" in getattr(image, "model_input_names", ())
-    image_token_id = ids(processor.image_token)
-    row = config.get("image_token_id", config.get("image_token_index"))
-    return ProcessorInfo(
+    image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    row_token_id = row("image", image_token_id)
+    assert row_token_id is not None
+    info = ProcessorInfo(
         processor.image_token,
         image_token_id,
-        row if isinstance(row, int) else image_token_id,
+        row_token_id,
         merge=image.merge_size if has_grid else 0,
+    )
+    if getattr(processor, "video_processor", None) is None:
+        return info
+    return msgspec.structs.replace(
+        info,
+        video_token=processor.video_token,
+        video_token_id=number(processor.video_token),
+        video_row_token_id=row("video", row_token_id),
     )
 
 
 def process(processor: Any, info: ProcessorInfo, request: ProcessMedia) -> ProcessedMedia:
+    if request.modality == "video":
+        found, text = process_video(processor, request)
+        row_id = info.video_row_token_id
+    else:
+        found, text = process_image(processor, request)
+        row_id = info.row_token_id
+    row = processor.tokenizer.convert_ids_to_tokens(row_id)
+    run = f"(?:{re.escape(row)})+"
+    runs = [len(found_run) // len(row) for found_run in re.findall(run, text)]
+    tensors, facts = write_tensors(found, request.path)
+    return ProcessedMedia(
+        text=re.sub(run, lambda _: row, text),
+        runs=runs,
+        tensors=tensors,
+        facts=facts,
+    )
+
+
+def process_image(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, Any], str]:
+    """The processor's output, and the image's text."""
     if request.shape is None:
         image = decode_image(request.data, request.max_pixels, request.io_kwargs)
     else:
@@ -80,16 +118,23 @@ def process(processor: Any, info: ProcessorInfo, request: ProcessMedia) -> Proce
             f"the model's processor cannot take an image of {image.width} x {image.height} pixels: "
             f"{error}"
         ) from error
-    row = processor.tokenizer.convert_ids_to_tokens(info.row_token_id)
-    run = f"(?:{re.escape(row)})+"
-    runs = [len(found_run) // len(row) for found_run in re.findall(run, text)]
-    tensors, facts = write_tensors(found, request.path)
-    return ProcessedMedia(
-        text=re.sub(run, lambda _: row, text),
-        runs=runs,
-        tensors=tensors,
-        facts=facts,
-    )
+    return found, text
+
+
+def process_video(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, Any], str]:
+    """The processor's output, and the video's text."""
+    videos = processor.video_processor.with_kwargs(request.kwargs)
+    if request.shape is None:
+        sampling = Sampling.of(request.io_kwargs, videos.sampling)
+        recovers = request.io_kwargs.get("frame_recovery", False)
+        video = decode_video(request.data, sampling, recovers, videos.keep)
+    else:
+        video = video_of(request.data, request.shape, request.facts, videos.keep)
+    found, (text,) = processor._process_videos([video.frames[0][None]], video=video)
+    seconds = found.pop("second_per_grid_ts", None)
+    if seconds is not None:  # as the 32-bit float that the model's code makes of it
+        found["video_seconds"] = np.array(np.float32(seconds[0]).as_integer_ratio())
+    return found, text
 
 
 def write_tensors(
@@ -110,7 +155,8 @@ def write_tensors(
         if array.dtype.kind in "iub":
             array = array.astype(np.int64)
         file.write(bytes(-file.tell() % ALIGNMENT))
-        tensors.append(MediaTensor(name, array.dtype.name, array.shape, file.tell()))
+        plain = name.removesuffix("_videos")  # towers take frames as images
+        tensors.append(MediaTensor(plain, array.dtype.name, array.shape, file.tell()))
         file.write(np.ascontiguousarray(array).tobytes())
     Path(path).write_bytes(file.getbuffer())
     return tensors, facts

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: Qwen2 with a tower for images of any size, and M-RoPE."""
+"""Qwen2-VL and Qwen2.5-VL: Qwen2 with a tower for images and videos of any size, and M-RoPE."""
 
 from __future__ import annotations
 
@@ -207,22 +207,31 @@ def grid_of(facts: Mapping[str, list[int]]) -> tuple[int, int, int]:
     return t, h, w
 
 
-def mrope_positions(num_tokens: int, items: Sequence[MediaItem], merge: int) -> Positions:
-    """[3, num_tokens]. An item takes as many positions as its longer side has squares."""
+def mrope_positions(
+    num_tokens: int, items: Sequence[MediaItem], merge: int, tokens_per_second: int = 0
+) -> Positions:
+    """[3, num_tokens]. Each run of placeholders takes as many positions as its longer side squares.
+
+    With `tokens_per_second`, the times of a video's frames are in seconds, else in frames.
+    """
     positions = np.zeros((3, num_tokens), dtype=np.int64)
     at = position = 0
     for item in items:
-        start = item.offset + item.runs[0][0]
-        positions[:, at:start] = np.arange(start - at) + position
-        position += start - at
         t, h, w = grid_of(item.facts)
-        h, w = h // merge, w // merge
-        interval = item.facts.get("time_step", [0, 1])  # a ratio: positions of one frame
-        times = np.arange(t) * interval[0] // interval[1] if t > 1 else np.zeros(1, dtype=np.int64)
+        t, h, w = t // len(item.runs), h // merge, w // merge
+        times = np.arange(t)
+        if tokens_per_second and "seconds" in item.facts:
+            numerator, denominator = item.facts["seconds"]  # of a 32-bit float
+            interval = np.float32(numerator / denominator) * np.float32(tokens_per_second)
+            times = (times.astype(np.float32) * interval).astype(np.int64)
         grid = np.stack(np.meshgrid(times, np.arange(h), np.arange(w), indexing="ij"))
-        at = start + t * h * w
-        positions[:, start:at] = grid.reshape(3, -1) + position
-        position += max(h, w)
+        for distance, length in item.runs:
+            start = item.offset + distance
+            positions[:, at:start] = np.arange(start - at) + position
+            position += start - at
+            at = start + length
+            positions[:, start:at] = grid.reshape(3, -1) + position
+            position += max(h, w)
     positions[:, at:] = np.arange(num_tokens - at) + position
     return positions
 
@@ -235,6 +244,7 @@ class Qwen2VLForConditionalGeneration(VisionModel, Qwen2ForCausalLM):
     uses_mrope = True
     tower_prefix = "visual"
     tower_class: ClassVar[type[QwenTower]] = QwenTower
+    counts_seconds: ClassVar[bool] = False  # positions of a video's frames are in time
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__(build, config)
@@ -244,9 +254,14 @@ class Qwen2VLForConditionalGeneration(VisionModel, Qwen2ForCausalLM):
         return self.tower_class(build, raw, self.config.hidden_size)
 
     def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
-        merge = read_int(vision_settings(self.config.raw), "spatial_merge_size", 2)
-        return mrope_positions(num_tokens, items, merge)
+        raw = vision_settings(self.config.raw)
+        merge = read_int(raw, "spatial_merge_size", 2)
+        per_second = 0
+        if self.counts_seconds:
+            per_second = read_int(raw, "tokens_per_second", 4)
+        return mrope_positions(num_tokens, items, merge, per_second)
 
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
     tower_class = Qwen25Tower
+    counts_seconds = True

@@ -255,10 +255,10 @@ class Frontend:
         items = self._process(media)
         assert self.media is not None
         if isinstance(prompt, str):
-            expanded = self.media.expand_text(prompt, items)
+            expanded, items = self.media.expand_text(prompt, items)
             token_ids = self.encode(expanded, add_special_tokens, limit)
         else:
-            token_ids = self.media.expand_tokens(
+            token_ids, items = self.media.expand_tokens(
                 prompt, items, lambda text: self.encode(text, add_special_tokens=False)
             )
         token_ids, placed = self.media.place(token_ids, items)

@@ -1,0 +1,78 @@
+"""Vision-language models give transformers' tokens for videos, alone and among images and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_vision import (
+    VARIANTS,
+    InProcessMedia,
+    Reference,
+    clip,
+    make_vision_checkpoint,
+    picture,
+)
+
+from penstock import LLM, SamplingParams
+
+NAMES = [name for name, variant in VARIANTS.items() if variant.video]
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 200,
+    "encoder_cache_tokens": 256,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+FACTS = {"fps": 10.0, "frames_indices": [0, 9, 17, 26, 40], "total_num_frames": 41}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Reference]:
+    name = request.param
+    folder = make_vision_checkpoint(tmp_path_factory.mktemp(name), name)
+    return folder, Reference(folder, name)
+
+
+@pytest.mark.parametrize(
+    "num_tokens", [pytest.param(7, id="chunks of 7"), pytest.param(512, marks=pytest.mark.slow)]
+)
+def test_tokens_and_logprobs_equal_transformers(
+    model: tuple[Path, Reference], num_tokens: int
+) -> None:
+    """One video, and one between an image and text, in one batch and from the prefix cache."""
+    folder, reference = model
+    image, video = reference.variant.image, reference.variant.video
+    frames = clip(100, 60, 5)
+    mixed = f"<|user|>What{video} is<|assistant|>it {image} here<|assistant|>", [picture(50, 90)]
+    if "Smol" in reference.variant.model:  # transformers' class cannot take both
+        mixed = f"<|user|>What{video} is<|assistant|>", []
+    given: list[tuple[str, list[Any], dict[str, Any]]] = [
+        (f"<|user|>{video}Say<|assistant|>", [], {}),
+        (*mixed, FACTS),
+    ]
+    expected = [
+        reference.generate_scored(text, images, 8, (frames, facts)) for text, images, facts in given
+    ]
+    prompts = [
+        {
+            "prompt": text,
+            "multi_modal_data": {"image": images, "video": [(frames, facts)]},
+        }
+        for text, images, facts in given
+    ]
+    with LLM(str(folder), **OPTIONS, max_num_batched_tokens=num_tokens, max_num_seqs=4) as llm:
+        assert llm.frontend.media is not None
+        llm.frontend.media.pool = InProcessMedia(folder)
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            for output, (prompt_ids, token_ids, logprobs) in zip(outputs, expected, strict=True):
+                assert output.prompt_token_ids == prompt_ids
+                (completion,) = output.outputs
+                assert completion.token_ids == token_ids
+                found = zip(completion.logprobs, token_ids, strict=True)
+                assert [own[token].logprob for own, token in found] == pytest.approx(
+                    logprobs, abs=1e-4
+                )
+        assert llm.engine.scheduler.encoder.num_encoded == 2 + len(mixed[1]), "each item once"
