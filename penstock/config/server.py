@@ -179,8 +179,8 @@ class ServerConfig:
     )
     enable_prompt_tokens_details: bool = option(
         True,
-        "Include prompt_tokens_details (cached tokens) in the usage of completions and chat "
-        "completions.",
+        "Include prompt_tokens_details (cached tokens, those of images and videos) in the usage "
+        "of completions and chat completions.",
     )
     per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = option(
         "off",

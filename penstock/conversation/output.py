@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ from penstock.protocol.outputs import (
     Message,
     RequestOutput,
 )
+from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.text.frontend import Frontend
 from penstock.text.parsing.deltas import (
@@ -76,10 +78,13 @@ class TurnAnswer:
 
 @dataclass
 class TurnUsage:
-    """Tokens of all choices. `num_cached` counts prompt tokens from the prefix cache."""
+    """Tokens of all choices. `num_cached` counts prompt tokens from the prefix cache, `num_image`
+    and `num_video` the placeholders among the prompt tokens."""
 
     num_prompt: int = 0
     num_cached: int = 0
+    num_image: int = 0
+    num_video: int = 0
     num_completion: int = 0
     num_reasoning: int = 0
 
@@ -90,6 +95,8 @@ class TurnUsage:
     def add(self, other: TurnUsage) -> None:
         self.num_prompt += other.num_prompt
         self.num_cached += other.num_cached
+        self.num_image += other.num_image
+        self.num_video += other.num_video
         self.num_completion += other.num_completion
         self.num_reasoning += other.num_reasoning
 
@@ -100,10 +107,17 @@ class TurnReader:
     `prompt_logprobs` are known from the first step on.
     """
 
-    def __init__(self, parsing: Parsing, num_choices: int, num_prompt_tokens: int) -> None:
+    def __init__(self, parsing: Parsing, num_choices: int, request: EngineRequest) -> None:
         self._choices = [_ChoiceParser(index, parsing) for index in range(num_choices)]
         self.prompt_logprobs: list[LogprobsAtPosition | None] | None = None
-        self.usage = TurnUsage(num_prompt=num_prompt_tokens)
+        num_rows = Counter[str]()
+        for item in request.media:
+            num_rows[item.modality] += item.num_rows
+        self.usage = TurnUsage(
+            num_prompt=len(request.prompt_token_ids),
+            num_image=num_rows["image"],
+            num_video=num_rows["video"],
+        )
 
     def steps(self, output: RequestOutput) -> Iterator[TurnStep]:
         """Yield a step for each choice in `output`, and count it in `usage`."""

@@ -105,8 +105,7 @@ def prepare_turn(frontend: Frontend, request: TurnRequest, request_id: str) -> P
     prepared = prepare_request(
         frontend, prompt, params, request_id, request.options, markers, media
     )
-    num_prompt_tokens = len(prepared.children[0].prompt_token_ids)
-    return PreparedTurn(prepared, TurnReader(parsing, params.n, num_prompt_tokens))
+    return PreparedTurn(prepared, TurnReader(parsing, params.n, prepared.children[0]))
 
 
 def _check_tool_choice(frontend: Frontend, request: TurnRequest) -> None:

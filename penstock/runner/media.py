@@ -29,7 +29,10 @@ class _Prompt:
         self.spans = request.spans
         self.num_tokens = request.num_prompt_tokens
         self.positions = positions  # rotary positions [3, num_tokens]; None without M-RoPE
-        self.delta = 0 if positions is None else int(positions.max()) + 1 - self.num_tokens
+        # Output goes on after the last token. The times of a video may be beyond that.
+        self.delta = 0
+        if positions is not None:
+            self.delta = int(positions[:, -1].max()) + 1 - self.num_tokens
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def model(
 def test_tokens_and_logprobs_equal_transformers(
     model: tuple[Path, Reference], num_tokens: int
 ) -> None:
-    """One video, and one between an image and text, in one batch and from the prefix cache."""
+    """A video before text, one among an image and text, and a slow one whose times lie beyond the
+    positions of the text after it: in one batch, and once more from the prefix cache."""
     folder, reference = model
     image, video = reference.variant.image, reference.variant.video
     frames = clip(100, 60, 5)
@@ -51,6 +52,7 @@ def test_tokens_and_logprobs_equal_transformers(
     given: list[tuple[str, list[Any], dict[str, Any]]] = [
         (f"<|user|>{video}Say<|assistant|>", [], {}),
         (*mixed, FACTS),
+        (f"<|user|>{video}", [], FACTS | {"fps": 2.0}),
     ]
     expected = [
         reference.generate_scored(text, images, 8, (frames, facts)) for text, images, facts in given
@@ -75,4 +77,4 @@ def test_tokens_and_logprobs_equal_transformers(
                 assert [own[token].logprob for own, token in found] == pytest.approx(
                     logprobs, abs=1e-4
                 )
-        assert llm.engine.scheduler.encoder.num_encoded == 2 + len(mixed[1]), "each item once"
+        assert llm.engine.scheduler.encoder.num_encoded == 3 + len(mixed[1]), "each item once"

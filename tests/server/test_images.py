@@ -1,28 +1,31 @@
-"""Images over HTTP: the same tokens as transformers', and errors that name the part."""
+"""Images and videos over HTTP: transformers' tokens, and errors that name the part."""
 
 from __future__ import annotations
 
-import base64
 import http.server
 import io
 import os
 import re
 import signal
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hostile_media import Hostile, data_url, hostile_media, hostile_web, png, saved
 from server_process import ServerProcess
 from tiny_vision import Reference, make_vision_checkpoint, picture
+from video_clips import video_file
+
+from penstock.media.video import Sampling, decode_video
 
 FLAGS = (
     "--dtype", "float32", "--max-model-len", "1024", "--num-gpu-blocks-override", "200",
-    "--cpu-threads", "1", "--limit-mm-per-prompt", '{"image": 2}',
-    "--allowed-media-networks", "127.0.0.1/32",
+    "--cpu-threads", "1", "--limit-mm-per-prompt", '{"image": 2, "video": 1}',
+    "--allowed-media-networks", "127.0.0.1/32", "--media-fetch-timeout", "60",
 )  # fmt: skip
 ASKED = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
@@ -39,82 +42,113 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 
 def encoded(image: Any, kind: str = "PNG") -> str:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return url_of(file.getvalue())
-
-
-def url_of(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return data_url(saved(image, kind))
 
 
 def message(*parts: str) -> dict[str, Any]:
-    """Texts, and images as data URLs."""
-    content = [
-        {"type": "image_url", "image_url": {"url": part}}
-        if part.startswith(("data:", "http", "file", "ftp"))
-        else {"type": "text", "text": part}
-        for part in parts
-    ]
-    return {"role": "user", "content": content}
+    """Texts, and images and videos as URLs."""
+
+    def part_of(text: str) -> dict[str, Any]:
+        if not text.startswith(("data:", "http", "file", "ftp")):
+            return {"type": "text", "text": text}
+        kind = "video" if text.startswith("data:video") else "image"
+        return {"type": f"{kind}_url", f"{kind}_url": {"url": text}}
+
+    return {"role": "user", "content": [part_of(part) for part in parts]}
 
 
 def test_tokens_equal_transformers_through_a_kill(folder: Path, server: ServerProcess) -> None:
+    """Two images, a video, and text."""
     images = [picture(100, 60), picture(40, 90, 1)]
+    file = video_file(24)
+    found = decode_video(file, Sampling(num_frames=5), False, lambda frame, _: frame)
+    facts = {"fps": found.fps, "frames_indices": found.numbers, "total_num_frames": 24}
     reference = Reference(folder, "qwen2_5_vl")
-    place = reference.variant.image
-    prompt_ids, token_ids = reference.generate(
-        f"<|user|>hi {place} there {place}<|assistant|>", images, 24
+    place, video = reference.variant.image, reference.variant.video
+    prompt_ids, token_ids, _ = reference.generate_scored(
+        f"<|user|>hi {place} there {place} and {video}<|assistant|>",
+        images,
+        24,
+        (np.stack(found.frames), facts),
     )
+    first, second = map(encoded, images)
     body = {
         "model": str(folder),
-        "messages": [message("hi ", encoded(images[0]), " there ", encoded(images[1]))],
+        "messages": [
+            message("hi ", first, " there ", second, " and ", data_url(file, "video/mp4"))
+        ],
+        "media_io_kwargs": {"video": {"num_frames": 5}},
         "return_token_ids": True,
         **ASKED,
     }
     answer = server.post("/v1/chat/completions", body).json()
-    assert answer["usage"]["prompt_tokens"] == len(prompt_ids)
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len(prompt_ids)
+    config = reference.model.config
+    assert usage["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "image_tokens": prompt_ids.count(config.image_token_id),
+        "video_tokens": prompt_ids.count(config.video_token_id),
+    }
     assert answer["choices"][0]["token_ids"] == token_ids
+    again = server.post("/v1/chat/completions", body).json()
+    block = 16
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (len(prompt_ids) - 1) // block * block
     os.kill(server.engine_pid, signal.SIGKILL)
     again = server.post("/v1/chat/completions", body).json()
     assert again["choices"][0]["token_ids"] == token_ids
 
 
-def bomb() -> bytes:
-    """A PNG whose header says 100,000 x 100,000 pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        check = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + check
-
-    head = struct.pack(">2I5B", 100_000, 100_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"0" * 99))
-
-
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("data:image/png;base64,!!!!", "base64"),
         ("data:image/png,abc", "data URL"),
-        ("ftp://example.com/a.png", "data URL"),
-        (url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "not an image"),
-        (url_of(b""), "not an image"),
         (encoded(picture(64, 64))[:400], "broken|not an image|base64"),
-        (url_of(bomb()), "pixels"),
+        (data_url(png(100_000, 100_000)), "pixels"),
         ("file:///etc/passwd", "allowed-local-media-path"),
         ("http://169.254.169.254/latest", "no public address"),
         (encoded(picture(1, 900)), "processor cannot take"),
+        (data_url(b"hello", "video/mp4"), "not a video"),
     ],
 )
-def test_a_bad_image_is_a_400_that_names_the_part(
+def test_a_bad_file_is_a_400_that_says_why(
     server: ServerProcess, folder: Path, url: str, says: str
 ) -> None:
     body = {"model": str(folder), "messages": [message("what", url)], **ASKED}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"].startswith("messages[0].content[1]")
-    assert re.search(says, error["message"]), error
+    assert re.search(says, answer.json()["error"]["message"]), answer.text
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_hostile_media_are_refused_beside_good_requests(
+    server: ServerProcess, folder: Path, count: int
+) -> None:
+    asked = {"model": str(folder), **ASKED}
+    good = {**asked, "messages": [message("Say", encoded(picture(60, 60)))]}
+
+    def ask_well() -> str:
+        answer = server.post("/v1/chat/completions", good)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def fault(case: Hostile) -> str:
+        """What is wrong with the answer to a case, if anything."""
+        part = {"type": f"{case.kind}_url", f"{case.kind}_url": {"url": case.url}}
+        messages = [{"role": "user", "content": [{"type": "text", "text": "what"}, part]}]
+        answer = server.post("/v1/chat/completions", {**asked, "messages": messages})
+        param = (answer.json().get("error") or {}).get("param") or ""
+        right = 400 <= answer.status_code < 500 and param.startswith("messages[0].content[1]")
+        return "" if right else f"{case.name}: {answer.status_code} {answer.text[:200]}"
+
+    expected = ask_well()
+    with hostile_web() as web, ThreadPoolExecutor(8) as threads:
+        faults = [threads.submit(fault, case) for case in hostile_media(count, web)]
+        while not all(each.done() for each in faults):
+            assert ask_well() == expected
+        assert [each.result() for each in faults if each.result()] == []
+    assert ask_well() == expected
 
 
 def test_too_many_images_and_stray_placeholders(server: ServerProcess, folder: Path) -> None:
@@ -123,6 +157,10 @@ def test_too_many_images_and_stray_placeholders(server: ServerProcess, folder: P
     answer = server.post("/v1/chat/completions", many)
     assert answer.status_code == 400
     assert "at most 2" in answer.json()["error"]["message"]
+    video = data_url(b"", "video/mp4")
+    answer = server.post("/v1/chat/completions", {**many, "messages": [message(video, video)]})
+    assert answer.status_code == 400
+    assert "at most 1 items of type video" in answer.json()["error"]["message"]
     stray = {"model": str(folder), "messages": [message("<|image_pad|>", image)], **ASKED}
     answer = server.post("/v1/chat/completions", stray)
     assert answer.status_code == 400

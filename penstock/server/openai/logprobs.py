@@ -11,6 +11,7 @@ from penstock.server.openai.protocol import (
     ChatTokenLogprob,
     CompletionLogprobs,
     CompletionTokensDetails,
+    MediaTokensDetails,
     PromptLogprobs,
     PromptTokensDetails,
     TokenLogprob,
@@ -139,7 +140,15 @@ def prompt_logprobs(positions: Sequence[LogprobsAtPosition | None]) -> PromptLog
 
 
 def usage(counted: TurnUsage, with_details: bool) -> Usage:
-    details = PromptTokensDetails(cached_tokens=counted.num_cached) if with_details else None
+    details: PromptTokensDetails | None = None
+    if with_details and (counted.num_image or counted.num_video):
+        details = MediaTokensDetails(
+            cached_tokens=counted.num_cached,
+            image_tokens=counted.num_image,
+            video_tokens=counted.num_video,
+        )
+    elif with_details:
+        details = PromptTokensDetails(cached_tokens=counted.num_cached)
     return Usage(
         prompt_tokens=counted.num_prompt,
         completion_tokens=counted.num_completion,

@@ -236,6 +236,13 @@ class PromptTokensDetails(Reply):
     cached_tokens: int
 
 
+class MediaTokensDetails(PromptTokensDetails):
+    """Of a prompt that has images or videos."""
+
+    image_tokens: int
+    video_tokens: int
+
+
 class CompletionTokensDetails(Reply):
     reasoning_tokens: int
 
@@ -244,7 +251,7 @@ class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None
+    prompt_tokens_details: MediaTokensDetails | PromptTokensDetails | None
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
