@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.cli.bench.http import Address
 from penstock.cli.bench.prompts import BenchRequest, prompts_from_args
+from penstock.cli.bench.streams import Dialect
 from penstock.cli.main import build_parser, main
 from penstock.protocol.errors import ConfigError
 
@@ -27,6 +29,41 @@ def test_lengths_are_drawn_around_what_was_asked() -> None:
     flags = ("--num-prompts=3", "--input-len=10")
     assert prompts(*flags, "--seed=1").requests == prompts(*flags, "--seed=1").requests
     assert prompts(*flags, "--seed=1").requests != prompts(*flags, "--seed=2").requests
+
+
+def test_requests_have_random_images_and_videos() -> None:
+    """Each item is of a size that was asked for, and no two are the same."""
+    from penstock.media.decode import decode_image
+    from penstock.media.video import Sampling, decode_video
+
+    def size(part: dict[str, Any]) -> tuple[int, int, int]:
+        kind = part["type"].removesuffix("_url")
+        data = base64.b64decode(part[part["type"]]["url"].partition(",")[2])
+        if kind == "image":
+            image = decode_image(data, 10**6, {})
+            return image.height, image.width, 1
+        video = decode_video(data, Sampling(), False, lambda frame, _: None)
+        return video.height, video.width, len(video.frames)
+
+    drawn = prompts(
+        "--dataset-name=random-mm",
+        "--num-prompts=20",
+        "--random-mm-base-items-per-request=2",
+        "--random-mm-num-mm-items-range-ratio=0.5",
+        '--random-mm-limit-mm-per-prompt={"video": 1}',
+        "--random-mm-bucket-config={(16, 32, 1): 0.5, (32, 16, 4): 0.5, (9, 9, 1): 0}",
+    )
+    assert drawn.needs_chat
+    assert {len(request.media) for request in drawn.requests} == {1, 2, 3}
+    found = [[size(part) for part in request.media] for request in drawn.requests]
+    assert {each for sizes in found for each in sizes} == {(16, 32, 1), (32, 16, 4)}
+    assert all(sizes.count((32, 16, 4)) <= 1 for sizes in found)
+    urls = [json.dumps(part) for request in drawn.requests for part in request.media]
+    assert len(set(urls)) == len(urls)
+    body = json.loads(Dialect("openai-chat", "m").body(drawn.requests[0]))
+    (message,) = body["messages"]
+    text = {"type": "text", "text": drawn.requests[0].text()}
+    assert message["content"] == [*drawn.requests[0].media, text]
 
 
 def test_a_file_gives_prompts_and_is_repeated_as_often_as_needed(tmp_path: Path) -> None:
@@ -67,6 +104,7 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, content: str, message: 
         (["--dataset", "sharegpt"], "give --dataset-path"),
         (["--dataset", "conversations", "--num-prompts", "1"], "give --backend openai-chat"),
         (["--num-turns", "2"], "drop num_turns"),
+        (["--random-mm-base-items-per-request", "2"], "drop random_mm_base_items_per_request"),
         (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
         (["--endpoint", "v1/x"], "endpoint must begin with /"),
         (["--base-url", "http://x:port"], "base_url must look like http://"),
@@ -91,6 +129,10 @@ def test_flags_that_cannot_work_are_refused(
         ["--metric-percentiles", "101"],
         ["--percentile-metrics", "speed"],
         ["--header", "x"],
+        ["--random-mm-bucket-config", "{(9, 9): 1}"],
+        ["--random-mm-bucket-config", "{(9, 9, 1): 0}"],
+        ["--random-mm-bucket-config", "{(99999, 99999, 1): 1}"],
+        ["--random-mm-limit-mm-per-prompt", '{"audio": 1}'],
     ],
 )
 def test_values_that_make_no_sense_are_refused(flags: list[str]) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,7 @@ from penstock.protocol.errors import ConfigError
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_NUM_TURNS, DEFAULT_NUM_PREFIXES, DEFAULT_PREFIX_LEN = 4, 10, 256
-DATASETS = ("random", "prefix_repetition", "conversations", "sharegpt", "custom")
+DATASETS = ("random", "random-mm", "prefix_repetition", "conversations", "sharegpt", "custom")
 
 # Words that replace token ids for servers that take only text: one token each for most models.
 _TEXT = (
@@ -39,6 +40,7 @@ class BenchRequest:
     model: str | None = None  # None: the benchmark's
     followups: tuple[str, ...] = ()  # the user's later turns
     history: tuple[str, ...] = ()  # the user's and the model's texts before the prompt, in turn
+    media: tuple[dict[str, Any], ...] = ()  # parts of chat completions, before the prompt
 
     def next_turn(self, answer: str) -> BenchRequest | None:
         """The request that follows the answer to this one, if the conversation goes on."""
@@ -65,8 +67,8 @@ class PromptSet:
     ignore_eos: bool  # lengths are exact
 
     @property
-    def has_turns(self) -> bool:
-        return any(request.followups for request in self.requests)
+    def needs_chat(self) -> bool:
+        return any(request.followups or request.media for request in self.requests)
 
     @staticmethod
     def of_workload(workload: Workload) -> PromptSet:
@@ -135,6 +137,11 @@ def prompts_from_args(args: argparse.Namespace) -> PromptSet:
         output_len=_around(output_len, ratio),
     )
     prompts = PromptSet.of_workload(random_workload(shape, seed=args.seed))
+    if args.dataset == "random-mm":
+        from penstock.cli.bench.random_media import mix_of, with_media
+
+        requests = with_media(prompts.requests, mix_of(args), args.seed)
+        return replace(prompts, name="random-mm", requests=requests)
     if args.random_prefix_len:
         from penstock.cli.bench.datasets import with_prefix
 
@@ -152,6 +159,14 @@ def _path(args: argparse.Namespace) -> Path:
 # The flags that only some datasets read.
 _FLAGS_OF = {
     "random": {"input_len", "range_ratio", "random_prefix_len"},
+    "random-mm": {
+        "input_len",
+        "range_ratio",
+        "random_mm_base_items_per_request",
+        "random_mm_num_mm_items_range_ratio",
+        "random_mm_limit_mm_per_prompt",
+        "random_mm_bucket_config",
+    },
     "prefix_repetition": {
         "prefix_repetition_prefix_len",
         "prefix_repetition_suffix_len",

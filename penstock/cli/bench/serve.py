@@ -73,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if args.backend == "openai-embeddings":
         refuse_generation_flags(args)
     prompts = prompts_from_args(args)
-    if prompts.has_turns and args.backend != "openai-chat":
-        raise ConfigError("conversations need a chat API: give --backend openai-chat")
+    if prompts.needs_chat and args.backend != "openai-chat":
+        raise ConfigError(
+            "conversations, images and videos need a chat API: give --backend openai-chat"
+        )
     address = Address.parse(args.base_url)
     load = Load(
         args.request_rate,

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.cli.bench.common import DEFAULT_LEN, add_json_argument, natural_int, positive_int
 from penstock.cli.bench.prompts import DATASETS, DEFAULT_NUM_PROMPTS
+from penstock.cli.bench.random_media import bucket_config, media_limits
 from penstock.cli.bench.workloads import NAMES
 
 GOALS = ("ttft", "tpot", "e2el")
@@ -143,7 +144,8 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
         "--dataset",
         "--dataset-name",
         choices=DATASETS,
-        help="random: random tokens. prefix_repetition: random tokens after shared prefixes. "
+        help="random: random tokens. random-mm: random images and videos before random tokens, "
+        "over openai-chat. prefix_repetition: random tokens after shared prefixes. "
         "conversations: several turns each, random or those of a ShareGPT file, over openai-chat. "
         "sharegpt: the first turns of a ShareGPT file. custom: a JSON Lines file (default: random)",
     )
@@ -180,6 +182,7 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         help="Draw lengths from (1 - R) to (1 + R) times these values (default: 0)",
     )
+    _add_media_arguments(group)
     group.add_argument(
         "--temperature",
         type=float,
@@ -201,6 +204,35 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
         default=0,
         metavar="N",
         help="Seed for prompts, arrival times and LoRA adapters (default: 0)",
+    )
+
+
+def _add_media_arguments(group: argparse._ArgumentGroup) -> None:
+    """Of the dataset random-mm."""
+    group.add_argument(
+        "--random-mm-base-items-per-request",
+        type=natural_int,
+        metavar="N",
+        help="Images and videos in a request (default: 1)",
+    )
+    group.add_argument(
+        "--random-mm-num-mm-items-range-ratio",
+        type=ratio,
+        metavar="R",
+        help="Draw the number of items from (1 - R) to (1 + R) times this (default: 0)",
+    )
+    group.add_argument(
+        "--random-mm-limit-mm-per-prompt",
+        type=media_limits,
+        metavar="JSON",
+        help='Maximum items per request, such as {"image": 3, "video": 1} (default: no limit)',
+    )
+    group.add_argument(
+        "--random-mm-bucket-config",
+        type=bucket_config,
+        metavar="DICT",
+        help="Share of each size, (height, width, frames); one frame is an image "
+        "(default: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5})",
     )
 
 

@@ -59,6 +59,9 @@ class Dialect:
                     {"role": ("user", "assistant")[index % 2], "content": text}
                     for index, text in enumerate(turns)
                 ]
+                if request.media:
+                    text = {"type": "text", "text": request.text()}
+                    body["messages"][-1]["content"] = [*request.media, text]
             else:
                 body["prompt"] = prompt
             if self.takes_usage:
