@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
+from penstock.cli.attachments import attachment
 from penstock.cli.common import check, open_llm, text_options
 from penstock.config.cli import add_engine_arguments, add_sampling_arguments, override
 from penstock.protocol.errors import InputError, PenstockError
@@ -22,11 +23,12 @@ DEFAULT_MAX_TOKENS = 512
 COMMANDS_HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system prompt and start anew; without TEXT, remove it
+/image FILE    send an image or a video (a file or a URL) with the next message
 /help          show this
 /exit          leave; Ctrl-D does too
 Ctrl-C stops an answer."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class Stream(Protocol):
@@ -39,6 +41,13 @@ class Stream(Protocol):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="System prompt.")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Send an image or a video, a file or a URL, with the first message. Repeatable.",
+    )
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
 
@@ -52,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         params = override(llm.get_default_sampling_params(), sampling)
         interactive = sys.stdin.isatty()
         chat = Chat(llm.stream, params, args.system_prompt, interactive=interactive)
+        chat.attached = [attachment(source) for source in args.image]
         chat.loop(read_from_terminal() if interactive else iter(sys.stdin))
     return 0
 
@@ -85,6 +95,7 @@ class Chat:
         self._stream = stream
         self._params = params
         self._interactive = interactive
+        self.attached: list[dict[str, Any]] = []  # sent before the next message's text
         self.start(system_prompt)
 
     def start(self, system_prompt: str | None) -> None:
@@ -122,6 +133,8 @@ class Chat:
         elif command == "/system":
             self.start(argument.strip() or None)
             notice("The system prompt is " + ("set." if self.system_prompt else "removed."))
+        elif command == "/image":
+            self.attached.append(attachment(argument.strip()))
         elif command == "/help":
             notice(COMMANDS_HELP)
         else:
@@ -132,7 +145,8 @@ class Chat:
 
         An answer that Ctrl-C stopped is kept so far. A failed answer changes nothing.
         """
-        conversation = [*self.messages, {"role": "user", "content": text}]
+        content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
+        conversation = [*self.messages, {"role": "user", "content": content}]
         pieces: list[str] = []
         num_tokens = 0
         start = time.perf_counter()
@@ -148,6 +162,7 @@ class Chat:
         print(flush=True)
         notice(f"[{num_tokens} tokens, {num_tokens / elapsed:.1f} tokens/s]")
         self.messages = [*conversation, {"role": "assistant", "content": "".join(pieces)}]
+        self.attached = []
 
 
 class _Interrupt:

@@ -17,6 +17,7 @@ from penstock.media.video import DEFAULT_NUM_FRAMES, Frame, Sampling, Video
 
 MAX_PIXELS = 64 * 2**20  # of all frames, resized
 LANCZOS = 1  # Pillow's number of the filter
+HAS_LANCZOS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 
@@ -74,7 +75,8 @@ class VideoProcessor:
                     "(mm_processor_kwargs)"
                 )
             if pixels.shape[1:] != size:
-                mode = "lanczos" if self.settings["resample"] == LANCZOS else "bicubic"
+                is_lanczos = HAS_LANCZOS and self.settings["resample"] == LANCZOS
+                mode = "lanczos" if is_lanczos else "bicubic"
                 pixels = F.interpolate(pixels[None], size, mode=mode, antialias=True)[0]
         return pixels
 

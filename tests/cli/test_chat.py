@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
+from penstock.cli.attachments import attachment
 from penstock.cli.chat import Chat, Message
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.outputs import CompletionOutput, RequestOutput
@@ -167,3 +169,25 @@ def test_a_failed_turn_ends_a_conversation_that_nobody_watches() -> None:
     with pytest.raises(RequestFault, match="out of luck"):
         Chat(model, SamplingParams(), interactive=False).loop(iter(["first", "second"]))
     assert len(model.asked) == 1
+
+
+def test_attachments_go_with_the_next_message(tmp_path: Path) -> None:
+    for name in ("a.png", "b.mp4"):
+        (tmp_path / name).write_bytes(b"abc")
+    script = Script(["one"], ["two"])
+    chat = talk(
+        script,
+        f"/image {tmp_path}/a.png",
+        f"/image {tmp_path}/b.mp4",
+        "/image /none",
+        "what",
+        "and",
+    )
+    content = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,YWJj"}},
+        {"type": "text", "text": "what"},
+    ]
+    assert script.asked[0] == [{"role": "user", "content": content}]
+    assert chat.messages[2:] == [user("and"), assistant("two")]
+    assert attachment("https://x/a.webm?b=c")["type"] == "video_url"
