@@ -55,7 +55,14 @@ def write_merged(source: ModelSource, adapter: Path, out: Path) -> MergeReport:
     generates = (
         choose_task(config, source) == "generate" or label_tokens(config, source) is not None
     )
-    build = Build(torch.float32, torch.device("cpu"), 1, Ops("cpu"), generates=generates)
+    build = Build(
+        torch.float32,
+        torch.device("cpu"),
+        1,
+        Ops("cpu"),
+        generates=generates,
+        takes_media=generates,  # the adapter may change a vision tower, too
+    )
     merger, model = make_merger(source, adapter, None, build, config)
     with new_checkpoint(source, out) as new:
         if merger.unties:

@@ -19,6 +19,7 @@ from torch import nn
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import RankGroup
 from penstock.layers.build import Build
+from penstock.layers.linear import Linear
 from penstock.layers.quantization import DenseMethod
 from penstock.layers.vision import activation, plain_linear
 from penstock.models.base import Model
@@ -87,6 +88,9 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
     if build.takes_media:
         one = replace(build.mesh, tp=RankGroup())
         tower = make(replace(build, mesh=one, linear_method=DenseMethod()))
+        for layer in tower.modules():
+            if isinstance(layer, Linear):
+                layer.takes_adapters = False  # its rows are not those of the step
         setattr(model, prefix, tower)
         model.media_width = model.hidden_size * model.num_levels
         unread = tower.unread

@@ -202,7 +202,7 @@ class Places:
         naming = self._model.weights
         if any(re.search(pattern, f"{module}.weight") for pattern in naming.ignored):
             return True
-        names = self._candidates(module) if self.is_stage else ()
+        names = self._candidates(module)
         return any(is_elsewhere(f"{name}.weight", naming) for name in names)
 
     def _unmatched(self, module: str) -> str:
