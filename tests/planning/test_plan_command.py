@@ -50,6 +50,29 @@ def test_every_way_to_use_the_gpus_is_shown(model: str, capsys: pytest.CaptureFi
     assert any("Nothing was measured on h100" in text for text in document["assumptions"])
 
 
+@pytest.mark.parametrize(("tp", "leaves"), [(4, False), (8, True)])
+def test_what_leaves_a_node_takes_longer(
+    model: str, capsys: pytest.CaptureFixture[str], tp: int, leaves: bool
+) -> None:
+    sizes = ("--gpus", "16", "--tensor-parallel-size", str(tp))
+    sizes += ("--data-parallel-size", str(16 // tp), "--max-model-len", "8192")
+    (whole,) = plan(capsys, model, *sizes)["splits"]
+    (apart,) = plan(capsys, model, *sizes, "--nodes", "4", "--network", "25")["splits"]
+    assert (apart["speed"]["token"] > whole["speed"]["token"]) == leaves
+    assert (apart["speed"]["output_rate"] < whole["speed"]["output_rate"]) == leaves
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(("--nodes", "3"), "--nodes must divide the 8 GPUs, got 3"),
+     (("--nodes", "2", "--network", "0"), "--network must be above 0, got 0")],
+)  # fmt: skip
+def test_impossible_nodes_are_refused(
+    model: str, capsys: pytest.CaptureFixture[str], flags: Sequence[str], message: str
+) -> None:
+    assert message in refusal(capsys, model, "--gpus", "8", *flags)
+
+
 def test_stages_are_shown_if_asked_for_and_on_gpus_without_nvlink(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
