@@ -395,8 +395,18 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     indirect=True,
 )
 def test_two_ranks_give_what_one_gives_alone(model: Model) -> None:
+    check_ranks(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v2_lite", "qwen3_next"], indirect=True)
+def test_ranks_with_some_experts_each_give_what_one_gives_alone(model: Model) -> None:
+    check_ranks(model, enable_expert_parallel=True)
+
+
+def check_ranks(model: Model, **ranks: Any) -> None:
     rng = random.Random(7)
-    options = {**some_options(rng, model.specs), "async_scheduling": True}
+    options = {**some_options(rng, model.specs), "async_scheduling": True, **ranks}
     options["speculative_config"] = {**SPECULATION[1], "adaptive": False}
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, tensor_parallel_size=2, **options) as llm:

@@ -70,8 +70,13 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
         assert llm.engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(  # whose norms span ranks
-    "variant", ["olmo2", pytest.param("cohere_qk_norm", marks=pytest.mark.slow)]
+@pytest.mark.parametrize(
+    "variant",
+    [  # whose norms span ranks, or with windows
+        "olmo2",
+        pytest.param("cohere_qk_norm", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
     assert_ranks_agree(make_checkpoint(tmp_path, variant), PROMPTS)
