@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.engine.core import EngineCore
 from penstock.engine.group import EngineGroup
 from penstock.executor.base import Capabilities, Executor
@@ -51,6 +52,9 @@ def build_engine(
         raise ConfigError("node_rank > 0 is for penstock serve: node 0 runs the engine")
     if drafter is not None and config.speculative.speculative_config is not None:
         raise ConfigError("drafter and speculative_config cannot be combined: drop one")
+    if (num_layers := source.config.get("num_hidden_layers")) is not None:
+        stages = RankGroup(size=config.parallel.pipeline_parallel_size)
+        Mesh(pp=stages).layers_of_stage(num_layers)  # too many are refused before any rank starts
     if config.parallel.num_ranks == 1 and config.parallel.distributed_executor_backend == "mp":
         executor = InProcessExecutor(config, source, processors, drafter)
     elif processors or drafter:

@@ -14,6 +14,7 @@ from tiny_models import config_of, make_checkpoint
 from penstock import SamplingParams
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh, RankGroup
+from penstock.engine import build
 from penstock.layers.build import Build
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
@@ -103,6 +104,15 @@ def build_of(stages: int) -> Build:
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size must be at most 2.* got 3"):
         build_model({**config_of("llama"), "num_hidden_layers": 2}, build_of(3))
+
+
+def test_too_many_stages_are_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    monkeypatch.setattr(build, "MultiProcessExecutor", lambda _: pytest.fail("ranks were started"))
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size must be at most 2.* got 99"):
+        open_llm(checkpoint, pipeline_parallel_size=99)
 
 
 def test_models_without_stages_are_refused() -> None:
