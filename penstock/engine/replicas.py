@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.config import EngineConfig, ServerConfig
@@ -26,6 +27,7 @@ from penstock.protocol.prefix import CacheUpdate
 logger = logging.getLogger(__name__)
 
 LOOKS_PER_WAIT = 8  # checks per queue timeout for requests that wait here
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # one exists if CUDA can have a GPU
 
 
 class ReplicaSet:
@@ -388,12 +390,16 @@ class ReplicaSet:
 def check_cores(config: EngineConfig) -> None:
     """Raise `ConfigError` for more replicas than cores, before any is started.
 
-    Engines check the number of GPUs: this process does not load the libraries for that.
+    Engines check the number of GPUs: this process does not load the libraries for that. Where there
+    can be none, each engine would find that out only after it has loaded them.
     """
     parallel, device = config.parallel, config.device
     if parallel.distributed_executor_backend == "ray":
         return  # Ray places the ranks
-    if device.device == "cpu" and device.cpu_threads is None and not parallel.replica_devices:
+    may_use_gpu = device.device == "auto" and any(path.exists() for path in GPU_DEVICES)
+    if device.device == "cuda" or may_use_gpu:
+        return
+    if device.cpu_threads is None and not parallel.replica_devices:
         threads_of_replica(parallel.num_engines, parallel.num_ranks)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.config import DeviceConfig
+from penstock.config import DeviceConfig, EngineConfig
+from penstock.engine import replicas
+from penstock.engine.replicas import check_cores
 from penstock.platforms import cores
 from penstock.platforms.cores import threads_of_replica
 from penstock.platforms.platform import _gpu_of
@@ -49,3 +52,15 @@ def test_replicas_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_of_replica(2, ranks=2) == 2
     with pytest.raises(ConfigError, match=r"9 replicas \(data_parallel_size\) are more than the 8"):
         threads_of_replica(9)
+
+
+def test_too_many_replicas_are_refused_before_they_start_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
+    monkeypatch.setattr(replicas, "GPU_DEVICES", (tmp_path / "gpu",))
+    config = EngineConfig.from_options({"data_parallel_size": 9})
+    with pytest.raises(ConfigError, match="more than the 8 cores here"):
+        check_cores(config)
+    (tmp_path / "gpu").touch()
+    check_cores(config)  # engines know how many there are
