@@ -83,7 +83,8 @@ class Service:
         self.tracing = tracing  # None without otlp_traces_endpoint
         if tool_servers is not None:
             tool_servers.tracing = tracing
-        self.model_names = config.model.names
+        self.model_names = config.model.names  # these stay if another version is rolled through
+        self.root = config.model.model  # the version that is served
         self.created = int(time.time())
         self.is_draining = False
         # Called when a completion with tools has ended: whether it was streamed, whether tools were

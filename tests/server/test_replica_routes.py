@@ -167,6 +167,8 @@ def test_another_version_is_rolled_through_while_requests_end_with_theirs(
     now = server.post("/v1/completions", GREEDY).json()["system_fingerprint"]
     assert None not in (now, fingerprint)
     assert now != fingerprint
+    (card,) = server.get("/v1/models").json()["data"]
+    assert card["root"] == str(other)
     change(server, "/rolling_restart", model=str(model))
     assert Streams(server).run(BODIES) == calm
     assert server.post("/v1/completions", GREEDY).json()["system_fingerprint"] == fingerprint

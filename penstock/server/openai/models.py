@@ -40,7 +40,7 @@ def _card(service: Service, name: str) -> ModelCard:
         id=name,
         created=service.created,
         owned_by="penstock",
-        root=service.config.model.model,
+        root=service.root,
         parent=None,
         max_model_len=service.frontend.max_model_len,
         tasks=["generate"] if pooling is None else served_tasks(pooling),

@@ -45,6 +45,7 @@ class Version:
     def show(self, service: Service) -> None:
         """It is the only one."""
         service.frontend, service.fingerprint = self.frontend, self.fingerprint
+        service.root = self.config.model.model
 
 
 def find_version(asked: EngineConfig, present: Frontend) -> Version:

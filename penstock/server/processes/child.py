@@ -139,6 +139,7 @@ class ApiProcess:
             tracing,
             engine_id_suffix=f".{hello.number}",
         )
+        self._service.root = version.model.model
         return self._service
 
     def _exit(self) -> None:
