@@ -115,6 +115,8 @@ class Ledger:
     def replay(self, request_id: str) -> EngineRequest:
         """Return the request to send, so that it continues after the tokens it already has."""
         record = self.records[request_id]
+        if not (record.token_ids or record.has_run):
+            return record.request
         seen = record.request.output_token_ids + record.token_ids
         return msgspec.structs.replace(
             record.request, output_token_ids=seen, has_run=record.has_run
