@@ -214,7 +214,8 @@ class Dispatch:
         now, had_suspects = time.monotonic(), bool(self._quarantine)
         for delta in outputs.deltas:
             if delta.request_id in self.running:  # its client may have left
-                self._on_delta(self._ledger.records[delta.request_id], delta, now)
+                record = self._ledger.records[delta.request_id]
+                self._on_delta(record, delta, now, had_suspects)
         for result in outputs.calls:
             answer = self._calls.pop(result.call_id, None)
             if answer is not None and not answer.done():
@@ -228,7 +229,9 @@ class Dispatch:
         if had_suspects:
             self._go_on()
 
-    def _on_delta(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
+    def _on_delta(
+        self, record: RequestRecord, delta: EngineDelta, now: float, has_suspects: bool
+    ) -> None:
         if delta.finish_reason is FinishReason.ABORT:  # it was to leave, and it has
             del self.running[record.request_id]
             self._quarantine.end_trial(record.request_id)
@@ -240,7 +243,7 @@ class Dispatch:
             if not record.has_started:
                 record.has_started = True
                 self._owner.on_start(record.request_id)
-            if record.request_id in self._quarantine:
+            if has_suspects and record.request_id in self._quarantine:
                 self._quarantine.clear(record.request_id)
                 if delta.finish_reason is None:  # the next suspect must be alone on the engine
                     self.recall([record.request_id])
