@@ -23,7 +23,7 @@ MAX_SESSIONS = 2**16  # the least recently used are forgotten
 # Costs, each relative to computing one prompt token of the request:
 WAITING_TOKENS = 0.25  # one prompt token that the replica has yet to compute for others
 REQUEST_TOKENS = 128  # one more unfinished request on the replica
-EXCESS_TOKENS = 0.125  # one token more of recent work
+EXCESS_TOKENS = 0.25  # one token more of recent work
 ADAPTER_TOKENS = 1024  # loading an adapter that the replica has not used lately
 
 MAX_IMBALANCE = 1.25  # unfinished requests of a replica, relative to the mean
