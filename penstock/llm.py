@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -243,7 +243,7 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         sampling_params: SamplingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Stream the outputs of one prompt or conversation.
 
         `output_kind` sets what each output holds. Leaving the loop early aborts the request.
@@ -360,7 +360,7 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         unfinished = {request.request_id: request for request in requests}
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
-        bar = tqdm(total=len(requests), desc="Generating", disable=not use_tqdm)
+        bar = tqdm(total=len(requests), desc="Generating", disable=None if use_tqdm else True)
         with bar as progress, settled_heap():
             changed: Sequence[PreparedRequest] = requests  # some may have ended beside others
             try:

@@ -38,6 +38,7 @@ def test_importing_penstock_imports_nothing_heavy() -> None:
         ["serve", "--help"],
         ["generate", "--help"],
         ["chat", "--help"],
+        ["complete", "--help"],
         ["bench", "--help"],
         ["bench", "throughput", "--help"],
         ["bench", "latency", "--help"],

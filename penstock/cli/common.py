@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,6 +15,7 @@ from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 
 if TYPE_CHECKING:
+    from penstock.cli.remote import RemoteModel
     from penstock.llm import LLM
 
 
@@ -35,6 +37,45 @@ def take_model_argument(args: argparse.Namespace) -> None:
             f"the last value of {args.flag_of_several} may be one of several, or the model: give "
             "the model before it, or as --model"
         )
+
+
+def read_prompts(arguments: list[str]) -> list[str]:
+    """Replace ``-`` by standard input, which is also read if there are no arguments.
+
+    Raises `InputError` if ``-`` is given twice, or if there is nothing to read.
+    """
+    if arguments.count("-") > 1:
+        raise InputError("- reads all of standard input and can be given once", "prompt")
+    if not arguments:
+        if sys.stdin.isatty():
+            raise InputError("give a PROMPT, or send one to standard input", "prompt")
+        arguments = ["-"]
+    # The final newline comes from the shell and is not part of the prompt.
+    return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in arguments]
+
+
+def add_remote_arguments(parser: argparse.ArgumentParser, default_url: str | None) -> None:
+    """Flags that name a running server."""
+    default = f" (default: {default_url})" if default_url else ""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--url",
+        default=default_url,
+        help=f"URL of a running server, with any OpenAI-compatible API{default}.",
+    )
+    group.add_argument(
+        "--model-name", metavar="NAME", help="Model of the server; default: its first one."
+    )
+    group.add_argument("--api-key", metavar="KEY", help="API key of the server.")
+
+
+def open_remote(args: argparse.Namespace, sampling: dict[str, Any]) -> RemoteModel:
+    """The model of a running server. Only sampling parameters that were given are sent."""
+    from penstock.cli.remote import RemoteModel
+
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
+    return RemoteModel(args.url, args.model_name, args.api_key, sampling)
 
 
 def text_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import check, open_llm, text_options
+from penstock.cli.common import check, open_llm, read_prompts, text_options
 from penstock.config.cli import add_engine_arguments, add_sampling_arguments, override
-from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -20,9 +18,9 @@ DEFAULT_MAX_TOKENS = 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompts",
-        nargs="+",
+        nargs="*",
         metavar="PROMPT",
-        help="Text to complete; - reads it from standard input.",
+        help="Text to complete; - reads it from standard input, as does no PROMPT at all.",
     )
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
@@ -40,14 +38,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompts(arguments: list[str]) -> list[str]:
-    """Replace ``-`` by standard input. Raises `InputError` if ``-`` is given twice."""
-    if arguments.count("-") > 1:
-        raise InputError("- reads all of standard input and can be given once", "prompt")
-    # The final newline comes from the shell and is not part of the prompt.
-    return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in arguments]
-
-
 def stream_one(llm: LLM, prompt: str, params: SamplingParams) -> None:
     """Stream the completion."""
     for output in llm.stream(prompt, override(params, {"output_kind": OutputKind.DELTA})):
@@ -57,6 +47,6 @@ def stream_one(llm: LLM, prompt: str, params: SamplingParams) -> None:
 
 def print_all(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
     """Print the completions of all prompts in order, each followed by a newline."""
-    for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
+    for output in llm.generate(prompts, params):
         for completion in check(output).outputs:
             print(completion.text)

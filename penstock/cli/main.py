@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -31,9 +32,13 @@ COMMANDS = {
     "serve": Command("Serve a model behind an OpenAI-compatible API.", "[MODEL]"),
     "generate": Command(
         "Complete prompts. The text goes to standard output, everything else to standard error.",
-        "PROMPT [PROMPT ...]",
+        "[PROMPT ...]",
     ),
-    "chat": Command("Chat with a model in the terminal."),
+    "chat": Command("Chat with a model in the terminal, here or on a running server (--url)."),
+    "complete": Command(
+        "Complete prompts with a running server. Only the text goes to standard output.",
+        "[PROMPT ...]",
+    ),
     "run-batch": Command(
         "Run the requests in an OpenAI batch file. Results are appended to the output file as they "
         "finish. A second run with the same output file resumes the first.",
@@ -54,6 +59,7 @@ COMMANDS = {
     "replicas": Command(
         "List, add, drain, restart and remove the replicas of a running server.", "ACTION [N]"
     ),
+    "completion": Command("Print the completion of commands and flags for a shell.", "SHELL"),
     "collect-env": Command("Print versions and hardware, for bug reports."),
 }
 BENCH_HELP = "Measure throughput, latency, startup, a server or a kernel."
@@ -82,6 +88,18 @@ BENCHMARKS = {
         "BATCH [BATCH ...]",
     ),
     "compare": Command("Compare two reports that --json wrote.", "A.json B.json"),
+}
+
+
+# What to do about errors of the operating system, which no command expects.
+ADVICE = {
+    errno.ENOSPC: "free some space, or write elsewhere (models: --download-dir)",
+    errno.EDQUOT: "free some space, or write elsewhere (models: --download-dir)",
+    errno.EROFS: "write elsewhere (models: --download-dir)",
+    errno.EACCES: "give this user access, or choose another place",
+    errno.EADDRINUSE: "stop the other program, or choose another --port",
+    errno.ECONNREFUSED: "is the server running, and is its address right?",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 
 
@@ -148,13 +166,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"penstock: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, InputError)) else 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # The reader of our output is gone, such as `head`. Python would fail again when it flushes
         # standard output at exit, so that goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if getattr(args, "log_level", None) == "debug" or error.errno not in ADVICE:
+            raise
+        name = f"{error.filename}: " if error.filename is not None else ""
+        advice = f"{name}{error.strerror}; {ADVICE[error.errno]}"
+        print(f"penstock: error: {advice}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _expand(parser: Parser, argv: Sequence[str] | None) -> Sequence[str]:

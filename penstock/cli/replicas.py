@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import urllib.error
-import urllib.request
 from typing import Any
 
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.cli.remote import read_json
+from penstock.protocol.errors import ConfigError
 
 ACTIONS = {
     "list": "show the replicas",
@@ -19,10 +17,6 @@ ACTIONS = {
     "rolling-restart": "restart all, one after the other",
 }
 ON_ONE = ("drain", "restart", "remove")  # these take the index of a replica
-
-
-class ServerRefusal(PenstockError):
-    """The server's error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,25 +67,4 @@ def run(args: argparse.Namespace) -> int:
 
 def ask(args: argparse.Namespace, path: str, body: dict[str, Any] | None) -> Any:
     """Send a request. There is no time limit: loading a model may take long."""
-    headers = {"Content-Type": "application/json"}
-    if args.api_key is not None:
-        headers["Authorization"] = f"Bearer {args.api_key}"
-    data = None if body is None else json.dumps(body).encode()
-    url = args.base_url.rstrip("/") + path
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url must begin with http:// or https://, got {args.base_url!r}")
-    request = urllib.request.Request(url, data, headers)
-    try:
-        with urllib.request.urlopen(request) as response:  # nosec B310  # its scheme is checked
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise ServerRefusal(_message_of(error)) from error
-    except (OSError, ValueError) as error:  # nobody there, or not a Penstock server
-        raise ServerRefusal(f"cannot reach {url}: {error}") from error
-
-
-def _message_of(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{error.url} answers {error.code} {error.reason}"
+    return read_json(args.base_url.rstrip("/") + path, body, args.api_key)

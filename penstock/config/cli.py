@@ -10,8 +10,9 @@ import argparse
 import decimal
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -144,11 +145,18 @@ def read_config_file(path: Path, extra: Iterable[Option] = ()) -> dict[str, Any]
     return options
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    max_tokens: int,
+    others: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """One flag for every sampling parameter that fits a command line.
 
-    `max_tokens` is this command's own default.
+    `max_tokens` is this command's own default, and `others` are more of them, which the command
+    itself applies.
     """
+    defaults = {"max_tokens": max_tokens, **others}
     group = parser.add_argument_group(
         "sampling",
         "The model's own defaults, if it has any, take precedence over those shown here. "
@@ -156,7 +164,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     )
     for declared in sampling_options():
         if declared.name not in _NO_FLAG:
-            default = max_tokens if declared.name == "max_tokens" else declared.default
+            default = defaults.get(declared.name, declared.default)
             _add_flag(group, declared, default=default)
     parser.set_defaults(max_tokens=max_tokens)
 

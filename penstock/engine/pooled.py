@@ -208,7 +208,7 @@ def run_pooled(
     """Run requests and return the last delta of each, in order. An exception aborts the rest."""
     unfinished = {request.request_id for request in requests}
     done: dict[str, EngineDelta] = {}
-    bar = tqdm(total=len(requests), desc="Pooling", disable=not use_tqdm)
+    bar = tqdm(total=len(requests), desc="Pooling", disable=None if use_tqdm else True)
     with bar as progress, settled_heap():
         try:
             for request in requests:

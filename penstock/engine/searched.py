@@ -54,7 +54,8 @@ class SearchMethods:
         searches = [BeamSearch(request.children[0], params) for request in requests]
         ids = map(str, self._ids)
         at_once = concurrency_limit or len(searches) or 1
-        with tqdm(total=len(searches), desc="Beam search", disable=not use_tqdm) as progress:
+        disable = None if use_tqdm else True  # None: unless it is a terminal
+        with tqdm(total=len(searches), desc="Beam search", disable=disable) as progress:
             for start in range(0, len(searches), at_once):
                 running = searches[start : start + at_once]
                 while running:

