@@ -33,6 +33,11 @@ class ChatConfig:
         "template, with tools added if it does not render them, or the model family's format if "
         "there is no template. template: the chat template unchanged.",
     )
+    chat_template_content_format: Literal["auto", "string", "openai"] = option(
+        "auto",
+        "Form of messages' content in the chat template. string: one text; openai: a list of "
+        "parts, as in OpenAI's API; auto: parts if the template loops over them.",
+    )
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None,
         'Default chat template arguments as JSON, such as {"enable_thinking": false}. Requests '

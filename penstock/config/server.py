@@ -187,6 +187,15 @@ class ServerConfig:
         "Include counts of draft tokens in each choice of completions and chat completions, as "
         "metrics.speculative_decoding. detailed: with a histogram of accepted tokens.",
     )
+    response_role: str = option("assistant", "Role of the messages that chat completions return.")
+    disable_fastapi_docs: bool = option(
+        False, "Do not serve the API reference at /docs and /openapi.json."
+    )
+    middleware: list[str] = option(
+        [],
+        "ASGI middleware to add, as module:name of a class, or of a function async (request, "
+        "call_next). It sees requests after keys and limits were checked.",
+    )
     access_log: bool = option(
         False, "Log every HTTP request, with its request ID, status, sizes and duration."
     )

@@ -78,8 +78,7 @@ NOT_NEEDED = {
     "disable_uvicorn_access_log": _switch("requests are logged only with access_log"),
     "disable_log_requests": _switch("requests are logged only with enable_log_requests"),
     "max_log_len": ForeignOption("prompts are not logged"),
-    "disable_fastapi_docs": _switch("there are no such pages"),
-    "enable_offline_docs": _switch("there are no such pages"),
+    "enable_offline_docs": _switch("/docs loads nothing from other hosts"),
     "h11_max_header_count": ForeignOption("headers are limited"),
 }
 
@@ -159,11 +158,6 @@ NOT_SUPPORTED = {
     "enable_log_outputs": _switch("outputs are not logged"),
     "enable_log_deltas": _switch("outputs are not logged"),
     "enable_per_request_metrics": _switch("scrape /metrics"),
-    "middleware": ForeignOption("put a reverse proxy in front"),
-    "chat_template_content_format": ForeignOption(
-        "content is given as the template expects it", ("auto",)
-    ),
-    "response_role": ForeignOption("the role is assistant", ("assistant",)),
     "enable_ssl_refresh": _switch("restart the server for a new certificate"),
     "ssl_cert_reqs": ForeignOption("ssl_ca_certs requires client certificates", (0,)),
     "ssl_ciphers": ForeignOption("use a reverse proxy for other ciphers"),

@@ -28,6 +28,7 @@ from penstock.server.http.middleware import (
     RequestContext,
     TrailingSlash,
 )
+from penstock.server.http.plugged import add_middleware
 from penstock.server.openai import (
     chat,
     chat_batch,
@@ -79,6 +80,7 @@ def build_app(service: Service, shared: Shared) -> FastAPI:
         redirect_slashes=False,
         docs_url=None,  # our own page loads nothing from other hosts
         redoc_url=None,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
     )
     app.state.service = service
     app.state.metrics = shared.metrics
@@ -91,6 +93,8 @@ def build_app(service: Service, shared: Shared) -> FastAPI:
     errors.install(app)
     # The last middleware added is the first to handle a request.
     app.add_middleware(HeadAsGet)
+    for spec in config.middleware:
+        add_middleware(app, spec)
     if service.adapters is not None:
         app.add_middleware(AdapterHolds)
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from penstock.text.text_pool import TextPool
 
 MAX_SALT_LENGTH = 1024  # characters; the engine keeps salts
+# Whether a chat template gets content in parts; None: if it loops over them.
+CONTENT_FORMATS = {"auto": None, "string": False, "openai": True}
 PROMPT_TAIL = 32  # tokens that show whether the prompt opened the reasoning
 
 
@@ -98,6 +100,7 @@ class Frontend:
                 self.tokenizer,
                 config.chat_template,
                 chat.tool_call_parser,
+                CONTENT_FORMATS[chat.chat_template_content_format],
             )
         self.parsers = choose_parsers(chat, self.renderer)
         self.default_template_kwargs = chat.default_chat_template_kwargs or {}

@@ -359,3 +359,21 @@ def test_jinja_is_imported_only_when_a_conversation_arrives() -> None:
         "sys.exit(any(m in sys.modules for m in ('jinja2', 'torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("takes_parts", "shown"),
+    [(None, "hi"), (False, "hi"), (True, "[{'type': 'text', 'text': 'hi'}]")],
+)
+def test_the_form_of_contents_can_be_given(takes_parts: bool | None, shown: str) -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content }}"})
+    template.takes_parts = takes_parts
+    assert template.render([{"role": "user", "content": "hi"}]) == shown
+
+
+def test_parts_are_joined_for_a_template_that_is_said_to_take_texts() -> None:
+    loops = "{% for part in messages[0].content %}<{{ part.text }}>{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    template = ChatTemplate({"default": loops + "{{ messages[0].content }}"})
+    template.takes_parts = False
+    assert template.render([{"role": "user", "content": parts}]).endswith("a\nb")

@@ -54,7 +54,8 @@ class ChatAnswer(AnswerFormat[ChatCompletionRequest]):
         self._calls = _call_format(body)
         last = body.messages[-1]
         continues = bool(body.echo and body.continue_final_message)
-        self._role = last.role if body.continue_final_message else "assistant"
+        role = exchange.service.server_config.response_role
+        self._role = last.role if body.continue_final_message else role
         self._echo = last.content if continues and isinstance(last.content, str) else ""
 
     async def whole(self) -> ChatCompletion:

@@ -72,6 +72,8 @@ async def page(request: Request) -> Response:
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
+    if request.app.openapi_url is None:  # --disable-fastapi-docs
+        raise HTTPException(404)
     return reply(request, "docs.html")
 
 

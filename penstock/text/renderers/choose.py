@@ -20,12 +20,13 @@ def choose_renderer(
     tokenizer: Tokenizer,
     chat_template: str | None = None,
     tool_parser: str | None = None,
+    takes_parts: bool | None = None,
 ) -> Renderer:
     """The renderer called `name`.
 
     With "auto", gpt-oss has its own, other models use their template, and models without one use
     their family's renderer. If a template does not show tools, they are added, unless the
-    operator's `tool_parser` cannot read calls in the added format.
+    operator's `tool_parser` cannot read calls in the added format. `takes_parts` is for templates.
     """
     if chat_template is not None and name not in ("auto", "template"):
         raise ConfigError(f"chat_template and chat_renderer={name} cannot be combined: drop one")
@@ -37,6 +38,7 @@ def choose_renderer(
     if name == "mistral":
         return _mistral(tokenizer)
     template = load_chat_template(source, tokenizer, chat_template)
+    template.takes_parts = takes_parts
     if name == "auto" and not template.is_empty and not shows_tools(template):
         generic = GenericToolRenderer(template)
         return generic if tool_parser in (None, generic.parser) else template

@@ -25,6 +25,7 @@ class ChatTemplate(Renderer):
         self._templates = dict(templates)
         self.source = self._templates.get("tool_use") or self._templates.get("default", "")
         self._special_tokens = dict(special_tokens or {})
+        self.takes_parts: bool | None = None  # None: what the template shows
         self._compiled: dict[str, CompiledTemplate] = {}
 
     @property
@@ -34,12 +35,15 @@ class ChatTemplate(Renderer):
 
     def prompt(self, chat: Conversation) -> str:
         template = self._template(has_tools=chat.tools is not None)
-        messages = chat.checked(template.takes_parts)
+        takes_parts = template.takes_parts if self.takes_parts is None else self.takes_parts
+        messages = chat.checked(takes_parts)
         for message in messages:
             if message["role"] == "assistant":
                 fit_reasoning(message)
                 if message.get("tool_calls"):
                     template.history_form(self._special_tokens).fit(message)
+            if self.takes_parts and isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
         last = _mark_end(messages[-1]) if chat.continue_final_message else ""
         arguments = plain({**self._special_tokens, **chat.options}, "template arguments")
         arguments |= {
