@@ -287,6 +287,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "starcoder2_unbiased": ("Starcoder2", {"use_bias": False, "hidden_act": "gelu"}),
+    "gemma": ("Gemma", {"head_dim": 16, "pad_token_id": 0}),
     "gemma2": (
         "Gemma2",
         {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "pad_token_id": 0},
@@ -316,7 +317,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4": ("Llama4", {**LLAMA4, "interleave_moe_layer_step": 2}),
-    "llama4_images": ("Llama4Images", {**LLAMA4, "attention_chunk_size": 40}),
     "exaone4": (
         "Exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "pad_token_id": 0},
@@ -351,7 +351,6 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
-    "gemma": ("Gemma", {"head_dim": 16, "pad_token_id": 0}),
     "olmo3": (
         "Olmo3",
         {

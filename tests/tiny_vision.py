@@ -149,7 +149,11 @@ class Reference:
             given["videos"] = [video[0]]
             own = self.processor.video_processor
             self.processor.video_processor = _GivenVideos(own, [video[1]])
-        inputs = self.processor(text=[text], **given, return_tensors="pt")
+        if images or video is not None or not self.variant.needs_image:
+            inputs = self.processor(text=[text], **given, return_tensors="pt")
+        else:  # tokens see no later ones
+            inputs = self.processor.tokenizer([text], return_tensors="pt")
+            inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
         if video is not None:
             self.processor.video_processor = own
         output = self.model.generate(

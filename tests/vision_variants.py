@@ -17,6 +17,7 @@ class Variant(NamedTuple):
     outer: dict[str, Any] = {}  # further settings of config.json
     own: dict[str, Any] = {}  # settings of processor_config.json
     named: dict[str, str] = {}  # special tokens that the processor knows by a name
+    needs_image: bool = False  # the processor takes no text alone
     max_span: int = 0  # tokens that a step cannot divide
     num_groups: int = 1  # of layers that keep different tokens
 
@@ -73,6 +74,33 @@ INTERN_TOKENS = {
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
+}
+GLM_ROPE = {
+    "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    "mrope_section": [1, 1, 2],
+}  # fmt: skip
+GLM_TOKENS = {
+    "image_token_id": "<|image|>", "video_token_id": "<|video|>",
+    "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
+    "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>",
+}  # fmt: skip
+GLM_VISION = {
+    "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+    "image_size": 56, "patch_size": 14,
+}  # fmt: skip
+GLM_PROCESSOR = {
+    "image_processor_type": "Glm4vImageProcessor",
+    "processor_class": "Glm4vProcessor",
+    "size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28},
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+PALIGEMMA_PROCESSOR = {
+    "image_processor_type": "SiglipImageProcessor",
+    "processor_class": "PaliGemmaProcessor",
+    "size": {"height": 56, "width": 56},
+    "image_seq_length": 16,
 }
 PIXTRAL_PROCESSOR = {
     "image_processor_type": "PixtralImageProcessor",
@@ -237,6 +265,99 @@ VARIANTS: dict[str, Variant] = {
         },
         own={"image_seq_length": 4},
         named=INTERN_TOKENS,
+    ),
+    "paligemma": Variant(
+        "PaliGemmaForConditionalGeneration",
+        {"model_type": "gemma", "head_dim": 16},
+        {**VIT, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+        PALIGEMMA_PROCESSOR,
+        image="<image>",
+        special=("<image>",),
+        outer={"image_token_index": "<image>", "projection_dim": 64},
+        named={"image_token": "<image>"},
+        needs_image=True,
+        max_span=1024,
+    ),
+    "paligemma2": Variant(
+        "PaliGemmaForConditionalGeneration",
+        {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9},
+        {**VIT, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+        PALIGEMMA_PROCESSOR,
+        image="<image>",
+        special=("<image>",),
+        outer={"image_token_index": "<image>", "projection_dim": 64},
+        named={"image_token": "<image>"},
+        needs_image=True,
+        max_span=1024,
+        num_groups=2,
+    ),
+    "llama4": Variant(
+        "Llama4ForConditionalGeneration",
+        {
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 64,
+            "no_rope_layers": [1, 0],
+        },
+        {
+            **VIT,
+            "intermediate_size": 128,  # also the width of four patches
+            "image_size": 56,
+            "patch_size": 14,
+            "vision_output_dim": 40,
+            "projector_input_dim": 40,
+            "projector_output_dim": 40,
+        },
+        {
+            "image_processor_type": "Llama4ImageProcessor",
+            "processor_class": "Llama4Processor",
+            "size": {"height": 56, "width": 56},
+            "max_patches": 6,
+        },
+        image="<|image|>",
+        special=(
+            "<|image|>",
+            "<|image_start|>",
+            "<|image_end|>",
+            "<|patch|>",
+            "<|tile_x_separator|>",
+            "<|tile_y_separator|>",
+        ),
+        outer={
+            "boi_token_index": "<|image_start|>",
+            "eoi_token_index": "<|image_end|>",
+            "image_token_index": "<|patch|>",
+        },
+        own={"patch_size": 14, "pixel_shuffle_ratio": 0.5},
+    ),
+    "glm4v": Variant(
+        "Glm4vForConditionalGeneration",
+        {"rope_parameters": GLM_ROPE, "head_dim": 16},
+        GLM_VISION,
+        GLM_PROCESSOR,
+        image="<|begin_of_image|><|image|><|end_of_image|>",
+        special=tuple(GLM_TOKENS.values()),
+        outer=GLM_TOKENS,
+    ),
+    "glm4v_moe": Variant(
+        "Glm4vMoeForConditionalGeneration",
+        {
+            "rope_parameters": GLM_ROPE,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        },
+        {**GLM_VISION, "attention_bias": True},
+        GLM_PROCESSOR,
+        image="<|begin_of_image|><|image|><|end_of_image|>",
+        special=tuple(GLM_TOKENS.values()),
+        outer=GLM_TOKENS,
     ),
     "idefics3": Variant(
         "Idefics3ForConditionalGeneration",

@@ -120,7 +120,8 @@ def _make_core(
         layout,
         model_fingerprint=source.fingerprint,
         kv_dtype=capabilities.kv_dtype,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        # Where a prompt's tokens see all others, its first ones depend on the last.
+        enable_prefix_caching=config.cache.enable_prefix_caching and limits.spans != "prompt",
     )
     grammars = _make_grammars(config, source)
     scheduler = Scheduler(

@@ -63,6 +63,15 @@ class Table(nn.Module):
         self.weight.copy_(tensor)
 
 
+def cut_patches(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Images [n, channels, ...] -> [n, rows, columns, channels * height * width]."""
+    n, channels, full_height, full_width = images.shape
+    rows, columns = full_height // height, full_width // width
+    images = images[:, :, : rows * height, : columns * width]
+    cut = images.reshape(n, channels, rows, height, columns, width)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(n, rows, columns, -1)
+
+
 class PatchEmbedding(nn.Module):
     """A convolution whose stride is its kernel: a product with each flattened patch."""
 
@@ -81,12 +90,7 @@ class PatchEmbedding(nn.Module):
 
     def patches_of(self, images: torch.Tensor) -> torch.Tensor:
         """Images [n, channels, height, width] -> [n, rows, columns, channels * size]."""
-        _, height, width = self.kernel
-        n, channels, full_height, full_width = images.shape
-        rows, columns = full_height // height, full_width // width
-        images = images[:, :, : rows * height, : columns * width]
-        cut = images.reshape(n, channels, rows, height, columns, width)
-        return cut.permute(0, 2, 4, 1, 3, 5).reshape(n, rows, columns, -1)
+        return cut_patches(images, *self.kernel[1:])
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         return {(name, ""): tuple(value.shape) for name, value in self.named_parameters()}
@@ -143,6 +147,7 @@ class VisionAttention(nn.Module):
         bias: bool = True,
         fused: bool = False,
         output_bias: bool | None = None,  # None: as of queries, keys and values
+        interleaved: bool = False,  # dimensions 2i and 2i + 1 rotate together
     ) -> None:
         super().__init__()
         self.ops = build.ops
@@ -150,6 +155,7 @@ class VisionAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = hidden_size // num_heads
         self.fused = fused
+        self.interleaved = interleaved
         output_bias = bias if output_bias is None else output_bias
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
@@ -170,6 +176,9 @@ class VisionAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:  # over all heads together
             query = self.q_norm(query.flatten(1)).view_as(query)
             key = self.k_norm(key.flatten(1)).view_as(key)
+        if self.interleaved:  # scores do not change if both are in halves
+            query = torch.cat([query[..., 0::2], query[..., 1::2]], dim=-1)
+            key = torch.cat([key[..., 0::2], key[..., 1::2]], dim=-1)
         if angles is not None and self.rotate_rows is not None:
             self.rotate_rows(query, key, *angles)
         elif angles is not None:

@@ -247,6 +247,8 @@ class MediaFrontend:
         kinds: dict[str, Modality] = {info.image_token: "image", info.video_token or "": "video"}
         ordered = self._in_order([kinds[token] for token in pieces[1::2]], items)
         pieces[1::2] = [item.answer.text for item in ordered]
+        pieces[-2] += info.after_media
+        pieces[-1] += info.prompt_end
         return "".join(pieces), ordered
 
     def expand_tokens(

@@ -37,6 +37,8 @@ class ProcessorInfo(msgspec.Struct, frozen=True):
     video_token: str | None = None
     video_token_id: int | None = None  # None: a text, or there is no video
     video_row_token_id: int | None = None
+    after_media: str = ""  # a text that follows the last item, and begins the prompt's own text
+    prompt_end: str = ""  # a text that ends prompts with media
     merge: int = 0  # squares of merge x merge patches are a row; 0: items have no grid of patches
 
 

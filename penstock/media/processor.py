@@ -21,7 +21,7 @@ def load_processor(folder: str) -> Any:
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    from penstock.media.own_processors import OWN
+    from penstock.media.own_processors import OWN, OWN_IMAGE_PROCESSORS
 
     name = _class_name(folder)
     processor_class = OWN.get(name) or getattr(transformers, name, None)
@@ -38,6 +38,9 @@ def load_processor(folder: str) -> Any:
     for part in processor_class.get_attributes():
         if part == "tokenizer":
             load: Any = AutoTokenizer.from_pretrained
+            given[part] = load(folder, local_files_only=True)
+        elif part == "image_processor" and name in OWN_IMAGE_PROCESSORS:
+            load = OWN_IMAGE_PROCESSORS[name].from_pretrained
             given[part] = load(folder, local_files_only=True)
         elif part == "image_processor":
             load = AutoImageProcessor.from_pretrained

@@ -51,6 +51,7 @@ def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
 
 def describe(processor: Any, config: Mapping[str, Any]) -> ProcessorInfo:
     """`config`: the config.json, which says which tokens embeddings replace."""
+    from transformers import PaliGemmaProcessor
 
     def number(token: str) -> int | None:
         found = processor.tokenizer.convert_tokens_to_ids(token)
@@ -65,11 +66,14 @@ def describe(processor: Any, config: Mapping[str, Any]) -> ProcessorInfo:
     image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     row_token_id = row("image", image_token_id)
     assert row_token_id is not None
+    is_paligemma = isinstance(processor, PaliGemmaProcessor)
     info = ProcessorInfo(
         processor.image_token,
         image_token_id,
         row_token_id,
         merge=image.merge_size if has_grid else 0,
+        after_media=processor.tokenizer.bos_token if is_paligemma else "",
+        prompt_end="\n" if is_paligemma else "",
     )
     if getattr(processor, "video_processor", None) is None:
         return info

@@ -47,6 +47,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Falcon-H1",
         ("falcon_h1", "falcon_h1_normed"),
     ),
+    **_own("GemmaForCausalLM", "gemma", "Gemma 1", ("gemma",)),
     **_own("Gemma2ForCausalLM", "gemma2", "Gemma 2", ("gemma2",)),
     **_own("Gemma3ForCausalLM", "gemma3", "Gemma 3 1B", ("gemma3",)),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
@@ -91,14 +92,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "llama4",
         "Llama 4 (text)",
         ("llama4_unnormed", "llama4"),
-    ),
-    **_own(
-        "Llama4ForConditionalGeneration",
-        "llama4",
-        "Llama 4 Scout and Maverick",
-        ("llama4_images",),
-        "Text only: the vision tower is not loaded. Set `max_model_len`: the request tables are as "
-        "long as the context, and Scout's files declare 10 million tokens.",
     ),
     **_own(
         "Mamba2ForCausalLM",
@@ -227,6 +220,20 @@ VISION: dict[str, Architecture] = {
         "InternVL 3 and 3.5, as transformers saves them (-hf)",
         ("internvl", "internvl_normed"),
     ),
+    **_own(
+        "Llama4ForConditionalGeneration",
+        "llama4_vision",
+        "Llama 4 Scout and Maverick",
+        ("llama4",),
+    ),
+    **_own(
+        "PaliGemmaForConditionalGeneration",
+        "paligemma",
+        "PaliGemma and PaliGemma 2",
+        ("paligemma", "paligemma2"),
+    ),
+    **_own("Glm4vForConditionalGeneration", "glm4v", "GLM-4.1V", ("glm4v",)),
+    **_own("Glm4vMoeForConditionalGeneration", "glm4v", "GLM-4.5V", ("glm4v_moe",)),
     **_own("Idefics3ForConditionalGeneration", "idefics3", "Idefics 3", ("idefics3",)),
     **_own("SmolVLMForConditionalGeneration", "idefics3", "SmolVLM, SmolVLM 2", ("smolvlm",)),
     **_own("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3-VL (dense)", ("qwen3_vl",)),
@@ -246,7 +253,6 @@ RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "Cohere2ForCausalLM": ("cohere2",),
     "OlmoeForCausalLM": ("olmoe",),
     "GPTNeoXForCausalLM": ("gpt_neox",),
-    "GemmaForCausalLM": ("gemma",),
     "Olmo3ForCausalLM": ("olmo3",),
     "SeedOssForCausalLM": ("seed_oss",),
 }

@@ -15,6 +15,8 @@ from penstock.protocol.errors import ModelError
 
 # By the model_type of text_config.
 LANGUAGE_MODELS = {
+    "gemma": "gemma:GemmaForCausalLM",
+    "gemma2": "gemma2:Gemma2ForCausalLM",
     "llama": "llama:LlamaForCausalLM",
     "mistral": "mistral:MistralForCausalLM",
     "qwen2": "qwen2:Qwen2ForCausalLM",

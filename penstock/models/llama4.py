@@ -13,7 +13,6 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.sublayers import Angles, RotaryAttention
-from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_float, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.experts import make_experts, split_experts
@@ -119,17 +118,6 @@ class Llama4ForCausalLM(DecoderLM):
             return None
         steps = torch.floor((positions.float() + 1.0) / read_int(raw, "floor_scale", 8192))
         return (torch.log1p(steps) * read_float(raw, "attn_scale", 0.1) + 1.0)[:, None, None]
-
-
-class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The text model of a multimodal checkpoint. The vision tower is not loaded."""
-
-    weights = WeightTable(
-        ignored=(
-            *Llama4ForCausalLM.weights.ignored, r"^(model\.)?(vision_model|multi_modal_projector)\."
-        ),
-        renamed={r"^language_model\.": "", **Llama4ForCausalLM.weights.renamed},
-    )  # fmt: skip
 
 
 def layer_has_positions(config: DecoderConfig, index: int) -> bool:

@@ -165,6 +165,16 @@ VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "patch_size": 16,
         "hidden_act": "gelu",
     },
+    "llama4_vision_model": {
+        "hidden_size": 768,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 16,
+        "image_size": 448,
+        "patch_size": 14,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+    },
     "internvl_vision": {
         "hidden_size": 1024,
         "intermediate_size": 4096,

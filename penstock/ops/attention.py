@@ -61,6 +61,7 @@ class SpanRows:
     rows: slice
     first: int  # position of the first row
     end: int  # position
+    in_window: bool = True  # whether a window limits how far back they see
 
 
 def write_kv(
@@ -168,11 +169,12 @@ def span_attention(
 ) -> None:
     """Like `paged_attention` for rows that also see the tokens after them, up to a span's end.
 
-    `window` limits only how far back they see.
+    `window` limits only how far back they see, if `SpanRows.in_window`.
     """
     block_size = cache.shape[2]
     for span in spans:
-        first = _first_seen(span.first, window, None)
+        reach = window if span.in_window else None
+        first = _first_seen(span.first, reach, None)
         gathered = first // block_size * block_size
         blocks = slice(first // block_size, -(-span.end // block_size))
         table = metadata.block_table[span.request : span.request + 1, blocks]
@@ -181,7 +183,7 @@ def span_attention(
         num_rows = span.rows.stop - span.rows.start
         positions = torch.arange(span.first, span.first + num_rows, device=query.device)[:, None]
         mask = torch.arange(first, span.end, device=query.device).expand(num_rows, -1)
-        mask = mask >= 0 if window is None else mask > positions - window
+        mask = mask >= 0 if reach is None else mask > positions - reach
         own = query[span.rows], key[0, seen], value[0, seen], scale, mask
         output[span.rows] = (
             _attend(*own) if softcap is None else _attend_in_full(*own, softcap, None)

@@ -105,12 +105,13 @@ class MediaStore:
         rows: list[IntArray] = []
         values: list[torch.Tensor] = []
         spans: list[SpanRows] = []
+        in_window = self.model.spans != "prompt"
         for index, prompt, row, first, count in chunks:
             for start, end in prompt.spans:
                 if first < end and start < first + count:
                     begin = max(start, first)
                     seen = slice(row + begin - first, row + end - first)
-                    spans.append(SpanRows(index, seen, begin, end))
+                    spans.append(SpanRows(index, seen, begin, end, in_window))
             for item in prompt.items:
                 taken = 0  # rows of the item's earlier runs
                 for distance, length in item.runs:

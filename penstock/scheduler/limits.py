@@ -40,7 +40,7 @@ def find_spans(request: EngineRequest, limits: StepLimits) -> list[tuple[int, in
     if limits.spans == "none":
         return []
     if limits.spans == "prompt":
-        return [(0, len(request.prompt_token_ids))]
+        return [(0, len(request.prompt_token_ids))] if request.media else []
     spans = [
         (item.offset + start, item.offset + start + count)
         for item in request.media

@@ -259,7 +259,8 @@ class Frontend:
         assert self.media is not None
         if isinstance(prompt, str):
             expanded, items = self.media.expand_text(prompt, items)
-            token_ids = self.encode(expanded, add_special_tokens, limit)
+            begins_later = bool(self.media.info().after_media)
+            token_ids = self.encode(expanded, add_special_tokens and not begins_later, limit)
         else:
             token_ids, items = self.media.expand_tokens(
                 prompt, items, lambda text: self.encode(text, add_special_tokens=False)
