@@ -116,8 +116,7 @@ def best_canvas(
     grids = [(r, c) for r in range(1, max_tiles + 1) for c in range(1, max_tiles // r + 1)]
     scales = [min(c * side / width, r * side / height) for r, c in grids]
     larger = [scale for scale in scales if scale >= 1]
-    choose = max if is_largest or not larger else min
-    chosen = choose(larger or scales)
+    chosen = max(larger or scales) if is_largest or not larger else min(larger)
     fitting = [grid for grid, scale in zip(grids, scales, strict=True) if scale == chosen]
     return min(fitting, key=lambda grid: grid[0] * grid[1])
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm, Norm, RMSNorm
+from penstock.layers.sublayers import Angles
 from penstock.layers.vision import (
     PatchEmbedding,
     Segments,
@@ -56,7 +57,9 @@ class InternVitBlock(VisionBlock):
         super().__init__(attention, mlp, [_norm(build, raw), _norm(build, raw)])
         self.lambda_1, self.lambda_2 = Table(build, size), Table(build, size)
 
-    def forward(self, x: torch.Tensor, segments: Segments, angles: None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, segments: Segments, angles: Angles | None = None
+    ) -> torch.Tensor:
         x = x + self.lambda_1.weight * self.attn(self.norm1(x), segments)
         return x + self.lambda_2.weight * self.mlp(self.norm2(x))
 
