@@ -53,7 +53,7 @@ transformers' in float32 on a CPU, each request alone and all in one batch
 _VISION = """
 ## Vision-language models
 
-These models take images in prompts and chats (docs/vision.md). Without images, and with
+These models take images, and some videos, in prompts and chats (docs/vision.md). Without, and with
 `--language-model-only`, they are language models like any other.
 
 **Verification.** The last column names small random checkpoints (`tests/tiny_vision.py`). On each,

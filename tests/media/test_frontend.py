@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_vision import InProcessMedia, make_vision_checkpoint, picture
+from tiny_vision import InProcessMedia, clip, make_vision_checkpoint, picture
 
 from penstock import LLM, SamplingParams
 from penstock.confined.scope import JobScope
@@ -43,6 +45,42 @@ def test_an_item_may_be_left_out_after_it_was_sent_with_a_uuid(llm: LLM) -> None
     assert ask(llm, None, "cat") == expected
     with pytest.raises(InputError, match="nothing is kept for uuid 'dog'"):
         ask(llm, None, "dog")
+
+
+def test_a_chat_takes_the_parts_of_the_python_api(llm: LLM) -> None:
+    """An image of Pillow's, a video's frames, and text, as `generate` takes them."""
+    image, frames = picture(60, 60), clip(56, 28, 4)
+    parts = [
+        {"type": "image_pil", "image_pil": image},
+        {"type": "video", "video": (frames, {"fps": 2})},
+        {"type": "text", "text": "Say"},
+    ]
+    (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    pad = "<|vision_start|><|{}_pad|><|vision_end|>"
+    prompt = f"<|user|>{pad.format('image')}{pad.format('video')}Say<|assistant|>"
+    data = {"video": [(frames, {"fps": 2})], "image": [image]}
+    (expected,) = llm.generate({"prompt": prompt, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == expected.prompt_token_ids
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_2000_images(llm: LLM) -> None:
+    """With a cache of processed images that holds a few of them."""
+    media = llm.frontend.media
+    config = media.config
+    kept = config.mm_processor_cache_gb
+    object.__setattr__(config, "mm_processor_cache_gb", 2**20 / 2**30)
+    sizes = []
+    for number in range(2000):
+        ask(llm, picture(60, 60, number))
+        if number % 500 == 499:
+            files = list(Path("/dev/shm").glob(f"penstock-media-{os.getpid()}-*"))
+            assert sum(file.stat().st_size for file in files) <= 2 * 2**20
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            sizes.append(pages * resource.getpagesize())
+    object.__setattr__(config, "mm_processor_cache_gb", kept)
+    assert sizes[-1] - sizes[0] < 32 * 2**20, sizes
 
 
 def test_a_uuid_belongs_to_its_tenant_and_its_options(llm: LLM) -> None:

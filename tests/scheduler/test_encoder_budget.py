@@ -157,6 +157,13 @@ def test_one_content_is_encoded_once_while_it_fits() -> None:
     budget.take(other, 5)
     workers.run(budget)
     assert workers.kept == {bytes([2, 10]): 10}
+    budget.release(other)
+    for number in range(3):  # right after it was evicted: once again
+        state = RequestState(request(f"again {number}", [(2, 10, 1)]), 300 + number, 4096)
+        budget.begin_step()
+        budget.take(state, len(state.token_ids))
+        workers.run(budget)
+    assert workers.num_encoded == 3
 
 
 def test_what_never_fits_is_refused() -> None:
