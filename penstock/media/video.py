@@ -47,8 +47,8 @@ class Sampling:
         """As a request or the operator says (-1: no limit), else `default`."""
         if "num_frames" not in options and "fps" not in options:
             return default
-        given = {key: options.get(key, -1) for key in ("num_frames", "fps")}
-        return Sampling(**{key: None if each == -1 else each for key, each in given.items()})
+        num_frames, fps = options.get("num_frames", -1), options.get("fps", -1)
+        return Sampling(None if num_frames == -1 else num_frames, None if fps == -1 else fps)
 
     def numbers(self, num_total: int, fps: float) -> list[int]:
         """The numbers of the frames to take, evenly over the video."""
@@ -137,11 +137,13 @@ def _read(
     if num_total / fps > MAX_SECONDS:
         raise BadMedia(f"it is longer than {MAX_SECONDS} s: send a part of it")
     wanted = sampling.numbers(num_total, fps)
-    frames, numbers, size = [], [], (0, 0)
+    frames: list[Any] = []
+    numbers: list[int] = []
+    size = (0, 0)
     for number, frame in _decode(container, stream, times, keys, wanted, recovers):
         pixels = _rgb(frame)
         if not frames:
-            size = pixels.shape[:2]
+            size = (pixels.shape[0], pixels.shape[1])
         if pixels.shape[:2] != size:
             raise BadMedia("its frames have different sizes")
         frames.append(keep(pixels, len(wanted)))
@@ -239,7 +241,7 @@ def _frames(container: InputContainer, stream: VideoStream) -> Iterator[VideoFra
             frames = packet.decode()
         except av.error.InvalidDataError:
             continue
-        yield from frames  # type: ignore[misc]
+        yield from frames
 
 
 def _rgb(frame: VideoFrame) -> Frame:
