@@ -207,3 +207,10 @@ def test_the_walk_of_a_request_names_at_most_20_files() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", walk))
     assert 10 < len(named) <= 20
     assert all((ROOT / "penstock" / name).exists() for name in named)
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    examples = [path for path in (ROOT / "examples").iterdir() if path.name != "__pycache__"]
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_example_*.py"))
+    assert examples
+    assert [path.name for path in examples if f"examples/{path.name}" not in tests] == []

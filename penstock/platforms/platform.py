@@ -56,7 +56,8 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
 
 def gpu_platform(device: torch.device, memory: int) -> Platform:
     """A GPU with this much memory, which need not be there."""
-    # Steps of 16,384 tokens are no faster per token (docs/gpu.md) and take twice the memory.
+    # Steps of 16,384 tokens are no faster per token (docs/contributing/gpu-kernels.md) and take
+    # twice the memory.
     max_num_seqs = 1024 if memory >= 70 * GIB else 256
     return Platform(device, True, None, max_num_seqs, 8192, "cpu:gloo,cuda:nccl")
 

@@ -109,6 +109,10 @@ class Frontend:
         self.pooling: PoolingInfo | None = None  # of a pooling model, from its engine
         self._seeds = seeds or random.Random(config.seed)
 
+    @property
+    def takes_images(self) -> bool:
+        return self.media is not None and self.media.config.limit_of("image") != 0
+
     def check_generates(self) -> None:
         """Refuse a request for text if the model pools."""
         if self.pooling is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 from server_process import ServerProcess
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -72,13 +72,17 @@ def is_bad(said: Any) -> bool:
 
 
 def say(page: Page, text: str) -> None:
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
+    message_field(page).fill(text)
+    message_field(page).press("Enter")
+
+
+def message_field(page: Page) -> Locator:
+    return page.get_by_label("Message", exact=True)
 
 
 def wait_for_answer(page: Page) -> str:
     """The whole text of the last answer, once it has ended."""
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
     return page.locator(".message.assistant .body").last.inner_text()
 
 

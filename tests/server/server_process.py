@@ -156,12 +156,12 @@ class ServerProcess:
         self.process.wait()
 
 
-def start_scripted(folder: Path, *flags: str) -> ServerProcess:
+def start_scripted(folder: Path, *flags: str, name: str = "scripted") -> ServerProcess:
     """A server of the model in `folder`, which says what it is told (`scripted.py`)."""
     return ServerProcess(
         str(folder),
         *DUMMY,
-        *("--logits-processors", "scripted:Script", "--served-model-name", "scripted", *flags),
+        *("--logits-processors", "scripted:Script", "--served-model-name", name, *flags),
         env={"PYTHONPATH": str(Path(__file__).parent)},
     )
 

@@ -93,8 +93,9 @@ def test_an_embedder_has_a_playground_in_place_of_the_chat(
     expect(part(page, "Rerank")).to_be_visible()
     for absent in ("#chat", "#settings", "#classify"):
         expect(page.locator(absent)).to_be_hidden()
-    expect(page.locator(".chart:visible h3 > span:first-child")).to_have_text(
-        ["Requests", "KV cache", "Prompts", "Prefix hits"]
+    page.get_by_role("button", name="Server").click()
+    expect(page.locator(".chart:visible h3")).to_have_text(
+        ["Requests", "Prompts", "Queue time", "KV cache", "Prefix cache hits"]
     )
 
 
@@ -242,10 +243,11 @@ def test_a_model_without_a_kv_cache_has_no_charts_of_one(
     (folder / "config.json").write_text(json.dumps(config))
     with contextlib.closing(ServerProcess(str(folder), *DUMMY)) as server:
         page = open_page(server)
-        expect(page.locator(".chart:visible h3 > span:first-child")).to_have_text(
-            ["Requests", "Prompts"]
-        )
         expect_matrix(compare(page, *LINES), LINES)
+        page.get_by_role("button", name="Server").click()
+        expect(page.locator(".chart:visible h3")).to_have_text(
+            ["Requests", "Prompts", "Queue time"]
+        )
 
 
 # -- models that classify

@@ -44,6 +44,7 @@ def _card(service: Service, name: str) -> ModelCard:
         parent=None,
         max_model_len=service.frontend.max_model_len,
         tasks=["generate"] if pooling is None else served_tasks(pooling),
+        takes_images=service.frontend.takes_images,
         labels=pooling.labels or None if pooling is not None else None,
     )
 

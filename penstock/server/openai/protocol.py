@@ -393,6 +393,7 @@ class ModelCard(Reply):
         description="generate, or what a pooling model is served for: embed, classify, "
         "token_embed, token_classify; and score, if /score and /rerank work."
     )
+    takes_images: bool = Field(description="Whether messages may contain images.")
     labels: list[str] | None = Field(
         None, description="A classifier's labels, in the order of the probabilities."
     )

@@ -1,46 +1,56 @@
-// A small chart: the value now, and a line of what it was.
+// A chart: the values now, their lines, and axes that say what they are.
+
+import { element } from "./element.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 100;
 const HEIGHT = 40;
-const HEADROOM = 3; // above the highest point, so that its line is whole
+const MAX_POINTS = 120; // of a line; more are averaged
 
 export class Chart {
   /**
-   * keys: one or two fields of the points. format: a value as [number, unit].
-   * limit: the least that the scale reaches to. sticky: without a new value the last one stays.
-   * of: "text" of models that generate only, "cache" of models with a KV cache only.
+   * keys: the lines, as names of the points' fields with the words for them. format: a value as
+   * [number, unit]. limit: the least that the scale reaches to. sticky: without a new value the
+   * last one stays. of: "text" of models that generate only, "cache" of models with a KV cache
+   * only, "drafts" of servers that draft only.
    */
-  constructor({ title, keys, format, limit = 0, sticky = false, of = "", spanMs }) {
-    Object.assign(this, { title, keys, format, limit, sticky, spanMs });
+  constructor({ title, about, keys, format, limit = 0, sticky = false, of = "" }) {
+    Object.assign(this, { title, names: Object.values(keys), keys: Object.keys(keys), format, limit, sticky });
     this.points = [];
     this.pointedAt = null;
-    this.element = document.createElement("article");
-    this.element.className = of ? `chart of-${of}` : "chart";
-    const heading = document.createElement("h3");
-    this.top = span("top");
-    heading.append(span("", title), this.top);
-    this.now = document.createElement("div");
-    this.now.className = "now";
+    this.now = element("div", { class: "now" });
     this.svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     this.area = shape("path", { class: "area" });
-    this.lines = keys.map((_, index) => shape("path", { class: index ? "second" : "first" }));
-    this.rule = shape("line", { y1: 0, y2: HEIGHT, visibility: "hidden" });
-    this.svg.append(this.area, ...this.lines.toReversed(), this.rule);
-    this.element.append(heading, this.now, this.svg);
-    this.element.addEventListener("pointermove", (event) => this.point(event));
-    this.element.addEventListener("pointerleave", () => this.point(null));
-    this.draw([], 0);
+    this.lines = this.keys.map((_, index) => shape("path", { class: index ? "second" : "first" }));
+    this.rule = shape("line", { class: "rule", y1: 0, y2: HEIGHT, visibility: "hidden" });
+    const grid = [0, 0.5, 1].map((share) => shape("line", { x1: 0, x2: WIDTH, y1: HEIGHT * share, y2: HEIGHT * share }));
+    this.svg.append(...grid, this.area, ...this.lines.toReversed(), this.rule);
+    this.top = element("span");
+    this.middle = element("span");
+    this.bottom = element("span");
+    this.start = element("span");
+    this.half = element("span");
+    this.element = element(
+      "article", { class: of ? `chart of-${of}` : "chart" },
+      element("h3", {}, element("span", {}, title)), element("p", { class: "about" }, about), this.now,
+      element("div", { class: "plot" },
+        element("div", { class: "scale", "aria-hidden": "true" }, this.top, this.middle, this.bottom), this.svg,
+        element("div", { class: "times", "aria-hidden": "true" }, this.start, this.half, element("span", {}, "now"))),
+    );
+    this.svg.addEventListener("pointermove", (event) => this.point(event));
+    this.svg.addEventListener("pointerleave", () => this.point(null));
+    this.draw([], 0, 1);
   }
 
-  draw(points, now) {
-    this.points = points;
+  /** The points of the last `spanMs`. */
+  draw(points, now, spanMs) {
+    this.points = averaged(points, now, spanMs, this.keys);
+    this.latest = this.sticky ? points.findLast((point) => point[this.keys[0]] != null) : points.at(-1);
     this.drawnAt = now;
-    const values = points.flatMap((point) => this.keys.map((key) => point[key] ?? 0));
-    const highest = Math.max(...values, this.limit, 0);
-    const scale = highest || 1;
-    const x = (point) => WIDTH * (1 - (now - point.at) / this.spanMs);
-    const y = (value) => HEIGHT - (HEIGHT - HEADROOM) * (value / scale);
+    const values = this.points.flatMap((point) => this.keys.map((key) => point[key] ?? 0));
+    const top = niceAbove(Math.max(...values, this.limit, 0)) || 1;
+    const x = (point) => WIDTH * (1 - (now - point.at) / spanMs);
+    const y = (value) => HEIGHT * (1 - value / top);
     this.x = x;
     for (const [index, key] of this.keys.entries()) {
       const runs = this.runs(key);
@@ -53,8 +63,18 @@ export class Chart {
         this.area.setAttribute("d", closed.join(""));
       }
     }
-    this.top.textContent = highest > 0 ? this.text(highest) : "";
+    const marks = [[this.top, top], [this.middle, top / 2], [this.bottom, 0]];
+    for (const [place, value] of marks) place.textContent = this.mark(value);
+    const minutes = spanMs / 60_000;
+    this.start.textContent = `−${minutes} min`;
+    this.half.textContent = `−${minutes / 2} min`;
     this.showValue();
+  }
+
+  /** A value on the scale. Long units are above the chart. */
+  mark(value) {
+    const [number, unit] = this.format(value, this.keys[0]);
+    return unit.length > 2 ? number : `${number} ${unit}`;
   }
 
   /** Stretches of points that have a value; a sticky one goes on over gaps. */
@@ -79,44 +99,55 @@ export class Chart {
   }
 
   showValue() {
-    const shown = this.pointedAt ?? this.latest();
-    const pieces = this.keys.flatMap((key) => {
+    const shown = this.pointedAt ?? this.latest;
+    const pieces = this.keys.map((key, index) => {
       const [number, unit] = shown?.[key] == null ? ["–", ""] : this.format(shown[key], key);
-      return [number, span("", unit, "small")];
+      const words = [unit, this.names[index]].filter(Boolean).join(" ");
+      return element("span", { class: index ? "second" : "first" }, number, element("small", {}, words));
     });
-    if (this.pointedAt) pieces.push(span("", `· ${Math.round((this.drawnAt - shown.at) / 1000)} s ago`, "small"));
-    this.now.replaceChildren(...pieces.map((piece, i) => (i > 1 && typeof piece === "string" ? ` ${piece}` : piece)));
+    if (this.pointedAt) pieces.push(element("small", {}, `${Math.round((this.drawnAt - shown.at) / 1000)} s ago`));
+    this.now.replaceChildren(...pieces);
     this.rule.setAttribute("visibility", this.pointedAt ? "visible" : "hidden");
     if (this.pointedAt) {
       this.rule.setAttribute("x1", this.x(shown));
       this.rule.setAttribute("x2", this.x(shown));
     }
-    const latest = this.latest();
-    const said = this.keys.map((key) => (latest?.[key] == null ? "not known" : this.format(latest[key], key).join(" ")));
+    const said = this.keys.map((key, index) => {
+      const value = this.latest?.[key] == null ? "not known" : this.format(this.latest[key], key).join(" ");
+      return [value, this.names[index]].filter(Boolean).join(" ");
+    });
     this.svg.setAttribute("aria-label", `${this.title}: ${said.join(", ")}`);
   }
+}
 
-  latest() {
-    const last = this.points.at(-1);
-    if (!this.sticky || !last) return last;
-    return this.points.findLast((point) => point[this.keys[0]] != null) ?? last;
+/** At most MAX_POINTS points, each the mean of those near it. */
+function averaged(points, now, spanMs, keys) {
+  const inSpan = points.filter((point) => now - point.at <= spanMs);
+  if (inSpan.length <= MAX_POINTS) return inSpan;
+  const groups = new Map();
+  for (const point of inSpan) {
+    const index = Math.floor((point.at * MAX_POINTS) / spanMs);
+    groups.set(index, [...(groups.get(index) ?? []), point]);
   }
+  return [...groups.values()].map((group) => {
+    const made = { at: group.at(-1).at };
+    for (const key of keys) {
+      const values = group.map((point) => point[key]).filter((value) => value != null);
+      made[key] = values.length ? values.reduce((sum, value) => sum + value) / values.length : null;
+    }
+    return made;
+  });
+}
 
-  text(value) {
-    const [number, unit] = this.format(value, "");
-    return `${number}${unit === "%" || unit === "s" || unit === "ms" ? ` ${unit}` : ""}`;
-  }
+/** 1, 2 or 4 times a power of ten: half of it is easy to read, too. */
+function niceAbove(value) {
+  if (value <= 0) return 0;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 4, 10].map((factor) => factor * power).find((mark) => mark >= value * 0.9999);
 }
 
 function shape(name, attributes) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
-}
-
-function span(className, text = "", tag = "span") {
-  const element = document.createElement(tag);
-  element.className = className;
-  element.textContent = text;
-  return element;
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
 }

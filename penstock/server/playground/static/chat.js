@@ -1,113 +1,161 @@
-// The conversation: what was said, the answer that is coming, and how fast it comes.
+// The conversation that is shown: sending, editing, regenerating, and the answer that is coming.
 
 import { streamEvents } from "./api.js";
-import { showText } from "./text.js";
+import { Conversation } from "./conversation.js";
+import { MessageView } from "./message.js";
+import { Pace } from "./pace.js";
 
 const $ = (id) => document.getElementById(id);
+const FOLLOW_PX = 48;
+const DRAWING_SHARE = 0.2; // of the time, at most, goes into drawing an answer that is coming
 
 export class Chat {
-  /** `readOptions` gives the request's fields, or null if they are not valid. */
-  constructor({ readOptions, onError }) {
-    this.readOptions = readOptions;
-    this.onError = onError;
-    this.turns = []; // {role, content}, as the API wants them
+  /**
+   * `readOptions` returns the request's fields, or null if they are not valid. `onChange` is told
+   * of a conversation that has changed, `onError` of an error that may need a key.
+   */
+  constructor({ readOptions, onChange, onError }) {
+    Object.assign(this, { readOptions, onChange, onError });
+    this.conversation = new Conversation();
     this.abort = null; // of the answer that is coming
     this.scroller = $("scroller");
     this.follows = true; // the end, as text comes
     this.scroller.addEventListener("scroll", () => {
       const { scrollHeight, scrollTop, clientHeight } = this.scroller;
-      this.follows = scrollHeight - scrollTop - clientHeight < 48;
+      this.follows = scrollHeight - scrollTop - clientHeight < FOLLOW_PX;
     });
-    this.showState();
+    this.showAll();
   }
 
   get isBusy() {
     return this.abort !== null;
   }
 
-  /** Say something, and have it answered. False if that is not possible now. */
-  send(text) {
-    if (this.isBusy || !text.trim()) return false;
-    const options = this.readOptions();
-    if (options === null) return false;
-    // What was never answered is not said again: it may be the very reason why it was not.
-    if (this.turns.at(-1)?.role === "user") this.turns.pop();
-    this.turns.push({ role: "user", content: text });
-    const view = new MessageView("user");
-    view.show(text);
-    $("messages").append(view.element);
-    this.answer(options);
-    return true;
+  open(conversation) {
+    this.stop();
+    this.conversation = conversation;
+    this.follows = true;
+    this.showAll();
   }
 
   stop() {
     this.abort?.abort();
+    this.abort = null;
   }
 
-  clear() {
-    this.stop();
-    this.turns = [];
-    $("messages").replaceChildren();
-    this.showState();
-  }
-
-  /** Answer the last thing that was said, in place of an answer that is there already. */
-  again() {
+  /** Say something, and have it answered. False if that is not possible now. */
+  send(content, images = []) {
+    if (this.isBusy || !(content.trim() || images.length)) return false;
     const options = this.readOptions();
-    if (this.isBusy || options === null) return;
-    if (this.turns.at(-1)?.role === "assistant") this.turns.pop();
-    $("messages").lastElementChild?.remove();
+    if (options === null) return false;
+    const leaf = this.conversation.path().at(-1);
+    this.conversation.add(leaf, { role: "user", content, ...(images.length ? { images } : {}) });
+    this.answer(options);
+    return true;
+  }
+
+  /** Another version of a message, answered anew. */
+  edit(node, content) {
+    this.branch(node, (parent) => this.conversation.add(parent, { role: "user", content, images: node.images }));
+  }
+
+  /** Another answer beside this one. */
+  regenerate(node) {
+    this.branch(node, (parent) => {
+      this.conversation.leaf = parent.id;
+      this.conversation.dropIfBlank(node);
+    });
+  }
+
+  sendResults(node, texts) {
+    if (this.isBusy) return;
+    const options = this.readOptions();
+    if (options === null) return;
+    let last = node;
+    for (const [index, content] of texts.entries()) {
+      const { id, name } = node.toolCalls[index];
+      last = this.conversation.add(last, { role: "tool", content, toolCallId: id, name });
+    }
     this.answer(options);
   }
 
+  branch(node, begin) {
+    this.stop();
+    const options = this.readOptions();
+    if (options === null) return;
+    begin(this.conversation.find(node.parent));
+    this.answer(options);
+  }
+
+  select(node) {
+    this.stop();
+    this.conversation.select(node);
+    this.showAll();
+    this.onChange(this.conversation);
+  }
+
+  /** The last node of a role on the path. */
+  last(role) {
+    return this.conversation.path().findLast((node) => node.role === role);
+  }
+
   async answer({ system, ...fields }) {
-    const messages = system ? [{ role: "system", content: system }, ...this.turns] : [...this.turns];
+    const { conversation } = this;
     const body = {
       ...fields,
-      messages,
+      messages: conversation.messages(system),
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
     };
-    const abort = new AbortController();
-    const turns = this.turns; // a new chat may begin meanwhile
-    const view = new MessageView("assistant");
+    const abort = (this.abort = new AbortController());
+    const question = conversation.path().at(-1);
+    const node = conversation.add(question, { role: "assistant", isJson: fields.response_format !== undefined });
     const pace = new Pace();
-    let text = "";
-    let fault = null;
-    let isDue = false;
-    const draw = () => {
-      isDue = false;
+    this.onChange(conversation);
+    this.follows = true;
+    this.showAll();
+    const view = this.views.at(-1);
+    view.begin();
+    this.scrollDown();
+    const drawing = new Drawing(() => {
       if (this.abort !== abort) return;
-      view.show(text);
+      view.show();
       view.say(pace.describe());
       this.scrollDown();
-    };
-    document.querySelectorAll("#messages .buttons").forEach((buttons) => buttons.remove());
-    $("messages").append(view.element);
-    view.begin();
-    this.abort = abort;
-    this.follows = true;
-    this.showState();
-    this.scrollDown();
+    });
     try {
       for await (const event of streamEvents("v1/chat/completions", body, abort.signal)) {
         const choice = event.choices[0];
-        text += choice?.delta.content ?? "";
+        addDelta(node, choice?.delta ?? {});
         pace.count(event, choice);
-        if (!isDue) {
-          isDue = true;
-          requestAnimationFrame(draw);
-        }
+        drawing.ask();
       }
     } catch (error) {
-      if (error.name === "AbortError") pace.reason = "stopped";
-      else fault = error;
+      if (error.name === "AbortError") {
+        pace.reason = "stopped";
+      } else {
+        node.fault = error.message;
+        this.onError(error);
+      }
     }
-    if (text) turns.push({ role: "assistant", content: text });
     if (this.abort === abort) this.abort = null;
-    view.show(text);
-    view.end(pace.describe(), fault?.message, text, () => this.again());
-    if (fault) this.onError(fault);
+    node.pace = pace.describe();
+    this.onChange(conversation);
+    if (this.conversation !== conversation || !view.element.isConnected) return; // another is shown
+    view.show();
+    view.end();
+    if (!this.isBusy) view.askForResults();
+    this.showState();
+    this.scrollDown();
+  }
+
+  showAll() {
+    const { conversation } = this;
+    const path = conversation.path();
+    this.views = path.map((node) => new MessageView(node, conversation.siblings(node), this));
+    $("messages").replaceChildren(...this.views.map((view) => view.element));
+    for (const view of this.views) view.end();
+    if (!this.isBusy) this.views.at(-1)?.askForResults();
     this.showState();
     this.scrollDown();
   }
@@ -119,107 +167,40 @@ export class Chat {
   showState() {
     $("send").hidden = this.isBusy;
     $("stop").hidden = !this.isBusy;
-    $("clear").hidden = this.turns.length === 0;
-    $("welcome").hidden = this.turns.length > 0;
+    $("welcome").hidden = !this.conversation.isEmpty;
   }
 }
 
-/** How many tokens have come, how fast, and why no more do. */
-class Pace {
-  constructor() {
-    this.startedAt = performance.now();
-    this.firstAt = null;
-    this.lastAt = null;
-    this.numFirst = 0; // tokens that came at once with the first
-    this.numTokens = 0;
-    this.reason = "";
+/** Draws at most once a frame, and less often when drawing takes long. */
+class Drawing {
+  constructor(draw) {
+    this.draw = draw;
+    this.isDue = false;
+    this.notBefore = 0;
   }
 
-  count(event, choice) {
-    const numTokens = event.usage?.completion_tokens ?? this.numTokens + (choice ? 1 : 0);
-    if (numTokens > this.numTokens) {
-      this.lastAt = performance.now();
-      if (this.firstAt === null) {
-        this.firstAt = this.lastAt;
-        this.numFirst = numTokens;
-      }
-      this.numTokens = numTokens;
-    }
-    if (choice?.finish_reason) this.reason = choice.finish_reason;
+  ask() {
+    if (this.isDue) return;
+    this.isDue = true;
+    setTimeout(() => requestAnimationFrame(() => this.run()), this.notBefore - performance.now());
   }
 
-  describe() {
-    const parts = [];
-    if (this.firstAt !== null) {
-      parts.push(this.numTokens === 1 ? "1 token" : `${this.numTokens} tokens`);
-      const seconds = (this.lastAt - this.firstAt) / 1000;
-      if (seconds > 0) parts.push(`${((this.numTokens - this.numFirst) / seconds).toFixed(1)} tokens/s`);
-      parts.push(`first after ${((this.firstAt - this.startedAt) / 1000).toFixed(2)} s`);
-    }
-    if (this.reason === "length") parts.push("cut at the limit");
-    else if (this.reason && this.reason !== "stop") parts.push(this.reason);
-    return parts.join(" · ");
+  run() {
+    this.isDue = false;
+    const startedAt = performance.now();
+    this.draw();
+    const now = performance.now();
+    this.notBefore = now + (now - startedAt) / DRAWING_SHARE;
   }
 }
 
-class MessageView {
-  constructor(role) {
-    this.element = document.createElement("article");
-    this.element.className = `message ${role}`;
-    const who = document.createElement("span");
-    who.className = "hidden";
-    who.textContent = role === "user" ? "You:" : "Answer:";
-    this.body = document.createElement("div");
-    this.body.className = "body";
-    this.element.append(who, this.body);
+function addDelta(node, { content, reasoning, tool_calls: calls }) {
+  node.content += content ?? "";
+  if (reasoning) node.reasoning = (node.reasoning ?? "") + reasoning;
+  for (const { index, id, function: called } of calls ?? []) {
+    node.toolCalls ??= [];
+    const call = (node.toolCalls[index] ??= { id, name: "", arguments: "" });
+    call.name += called?.name ?? "";
+    call.arguments += called?.arguments ?? "";
   }
-
-  begin() {
-    this.element.classList.add("streaming");
-    this.element.setAttribute("aria-busy", "true"); // read aloud when it is whole
-    this.foot = document.createElement("div");
-    this.foot.className = "foot";
-    this.pace = document.createElement("span");
-    this.pace.className = "pace";
-    this.pace.textContent = "waiting for the first token";
-    this.foot.append(this.pace);
-    this.element.append(this.foot);
-  }
-
-  show(text) {
-    showText(this.body, text);
-  }
-
-  say(pace) {
-    if (pace) this.pace.textContent = pace;
-  }
-
-  end(pace, fault, text, again) {
-    this.element.classList.remove("streaming");
-    this.element.removeAttribute("aria-busy");
-    this.pace.textContent = pace;
-    if (fault) {
-      const box = document.createElement("p");
-      box.className = "fault";
-      box.setAttribute("role", "alert");
-      box.textContent = fault;
-      this.foot.before(box);
-    }
-    const buttons = document.createElement("span");
-    buttons.className = "buttons";
-    buttons.append(quiet(fault ? "Try again" : "Regenerate", again));
-    if (text && navigator.clipboard) {
-      buttons.append(quiet("Copy", () => navigator.clipboard.writeText(text)));
-    }
-    this.foot.prepend(buttons);
-  }
-}
-
-function quiet(label, onClick) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.className = "quiet";
-  button.textContent = label;
-  button.addEventListener("click", onClick);
-  return button;
 }

@@ -2,33 +2,49 @@
 
 import { request } from "./api.js";
 import { Chart } from "./chart.js";
-import { engines, hasNoCache, parseMetrics, pointBetween } from "./prometheus.js";
+import { element } from "./element.js";
+import { adaptersOf, engines, hasNoCache, parseMetrics, pointBetween, quantileBetween } from "./prometheus.js";
 
 const PERIOD_MS = 1000;
-const SPAN_MS = 2 * 60 * 1000;
+const LONGEST_MS = 60 * 60 * 1000;
+const QUANTILES_MS = 15 * 1000; // a quantile is of what happened in this time
 
-const count = (value, unit) => [value.toFixed(value < 10 && !Number.isInteger(value) ? 1 : 0), unit];
-const share = (value) => [(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0), "%"];
-const duration = (value) => (value < 1 ? [(1000 * value).toFixed(0), "ms"] : [value.toFixed(value < 10 ? 2 : 1), "s"]);
+const rounded = (value) => String(Number(value.toFixed(value < 10 ? 1 : 0)));
+const count = (value) => [rounded(value), ""];
+const rate = (value) => [rounded(value), "tokens/s"];
+const share = (value) => [String(Number((100 * value).toFixed(value < 0.1 ? 1 : 0))), "%"];
+const duration = (value) => (value < 1 ? [rounded(1000 * value), "ms"] : [String(Number(value.toFixed(value < 10 ? 2 : 1))), "s"]);
+
+const HISTOGRAMS = {
+  ttft: "time_to_first_token_seconds",
+  itl: "inter_token_latency_seconds",
+  queue: "request_queue_time_seconds",
+};
+const quantiles = (name) => ({ [`${name}50`]: "median", [`${name}95`]: "95th percentile" });
 
 const CHARTS = [
-  { title: "Requests", keys: ["running", "waiting"], format: (value, key) => [value.toFixed(0), key], limit: 4 },
-  { title: "KV cache", keys: ["kv"], format: share, limit: 0.1, of: "cache" },
-  { title: "Generated", keys: ["generation"], format: (value) => count(value, "tokens/s"), of: "text" },
-  { title: "Prompts", keys: ["prompt"], format: (value) => count(value, "tokens/s") },
-  { title: "First token", keys: ["firstToken"], format: duration, sticky: true, of: "text" },
-  { title: "Prefix hits", keys: ["prefix"], format: share, limit: 1, sticky: true, of: "cache" },
-  { title: "Accepted drafts", keys: ["drafts"], format: share, limit: 1, sticky: true, of: "drafts" },
+  { title: "Requests", about: "in the engine", keys: { running: "running", waiting: "waiting" }, format: count, limit: 4 },
+  { title: "Output", about: "generated tokens per second", keys: { generation: "" }, format: rate, of: "text" },
+  { title: "Prompts", about: "prompt tokens per second", keys: { prompt: "" }, format: rate },
+  { title: "Time to first token", about: "from the request to its first token", keys: quantiles("ttft"), format: duration, sticky: true, of: "text" },
+  { title: "Inter-token latency", about: "between two tokens of a request", keys: quantiles("itl"), format: duration, sticky: true, of: "text" },
+  { title: "Queue time", about: "from the request to its first step", keys: quantiles("queue"), format: duration, sticky: true },
+  { title: "KV cache", about: "share of the blocks in use", keys: { kv: "" }, format: share, limit: 0.1, of: "cache" },
+  { title: "Prefix cache hits", about: "share of the prompt tokens", keys: { prefix: "" }, format: share, limit: 1, sticky: true, of: "cache" },
+  { title: "Accepted drafts", about: "share of the drafted tokens", keys: { drafts: "" }, format: share, limit: 1, sticky: true, of: "drafts" },
 ];
+
+const $ = (id) => document.getElementById(id);
 
 export class Dashboard {
   /** `onState` is told "ready", "down" or "locked", with words for it. */
   constructor({ onState }) {
     this.onState = onState;
     this.points = [];
-    this.before = null;
-    this.charts = CHARTS.map((spec) => new Chart({ ...spec, spanMs: SPAN_MS }));
-    document.getElementById("charts").append(...this.charts.map((chart) => chart.element));
+    this.looks = []; // {at, values, buckets}, of the last seconds
+    this.charts = CHARTS.map((spec) => new Chart(spec));
+    $("charts").append(...this.charts.map((chart) => chart.element));
+    $("span").addEventListener("change", () => this.draw());
     document.addEventListener("visibilitychange", () => this.look());
     this.look();
   }
@@ -59,25 +75,62 @@ export class Dashboard {
   }
 
   async readMetrics() {
-    let values;
+    let text;
     try {
-      const text = await (await request("metrics")).text();
-      values = parseMetrics(text);
-      document.body.classList.toggle("cacheless", hasNoCache(text));
-      this.hasReplicas = engines(text) > 1 || this.hasReplicas;
-      document.body.classList.toggle("drafting", values.get("spec_decode_num_drafts_total") > 0);
+      text = await (await request("metrics")).text();
     } catch (error) {
       if (error.status === 401) this.onState("locked", "needs a key");
-      this.before = null;
+      this.looks = [];
+      $("live").textContent = "";
       return;
     }
-    const now = performance.now();
-    const seconds = this.before ? (now - this.before.at) / 1000 : 0;
-    this.points.push({ at: now, ...pointBetween(this.before?.values, values, seconds) });
-    this.points = this.points.filter((point) => now - point.at <= SPAN_MS);
-    this.before = { at: now, values };
-    for (const chart of this.charts) chart.draw(this.points, now);
+    const { values, buckets } = parseMetrics(text);
+    document.body.classList.toggle("cacheless", hasNoCache(text));
+    document.body.classList.toggle("drafting", values.get("spec_decode_num_drafts_total") > 0);
+    this.hasReplicas = engines(text) > 1 || this.hasReplicas;
+    this.add({ at: performance.now(), values, buckets });
+    this.draw();
+    this.showAdapters(adaptersOf(text, values));
     if (this.isUp) this.onState("ready", "ready");
+  }
+
+  /** The point between the last look and this one. */
+  add(look) {
+    const { at, values, buckets } = look;
+    this.looks = this.looks.filter((other) => at - other.at <= QUANTILES_MS);
+    const [oldest] = this.looks;
+    const last = this.looks.at(-1);
+    const point = { at, ...pointBetween(last?.values, values, last ? (at - last.at) / 1000 : 0) };
+    for (const [name, histogram] of Object.entries(HISTOGRAMS)) {
+      for (const percent of [50, 95]) {
+        point[`${name}${percent}`] = quantileBetween(oldest?.buckets, buckets, histogram, percent / 100);
+      }
+    }
+    this.points = this.points.filter((other) => at - other.at <= LONGEST_MS);
+    this.points.push(point);
+    this.looks.push(look);
+  }
+
+  draw() {
+    const last = this.points.at(-1);
+    if (!last) return;
+    const spanMs = Number($("span").value) * 60_000;
+    for (const chart of this.charts) chart.draw(this.points, last.at, spanMs);
+    const { running, waiting, generation } = last;
+    const isIdle = !running && !waiting;
+    $("live").textContent = isIdle ? "" : `${running} running · ${waiting} waiting · ${rate(generation ?? 0).join(" ")}`;
+  }
+
+  showAdapters(adapters) {
+    $("adapters").hidden = adapters === null;
+    if (adapters === null) return;
+    const { running, waiting, loaded } = adapters;
+    const names = (list) => list.join(", ") || "none";
+    $("adapters").replaceChildren(
+      element("li", {}, `Running requests: ${names(running)}`),
+      element("li", {}, `Waiting requests: ${names(waiting)}`),
+      element("li", {}, `In host memory: ${loaded}`),
+    );
   }
 
   /** One line for each replica: what it does, and how many requests it has. */
@@ -88,16 +141,14 @@ export class Dashboard {
     } catch {
       return; // the other looks say what is wrong
     }
-    const list = document.getElementById("replicas");
+    const list = $("replicas");
     list.hidden = false;
     list.replaceChildren(
       ...load.replicas.map((replica) => {
-        const item = document.createElement("li");
-        item.dataset.state = replica.state;
         const requests = `${replica.server_load} request${replica.server_load === 1 ? "" : "s"}`;
         const cache = share(replica.kv_cache_usage).join(" ");
-        item.textContent = `Replica ${replica.engine}: ${replica.state}, ${requests}, KV cache ${cache}`;
-        return item;
+        const words = `Replica ${replica.engine}: ${replica.state}, ${requests}, KV cache ${cache}`;
+        return element("li", { "data-state": replica.state }, words);
       }),
     );
   }

@@ -1,6 +1,7 @@
 // Shows what /openapi.json says about the API, and lets each operation be tried.
 
 import { getKey, request } from "./api.js";
+import { download, element } from "./element.js";
 import { KeyDialog } from "./key.js";
 
 const $ = (id) => document.getElementById(id);
@@ -15,13 +16,6 @@ const EXAMPLES = {
   "/detokenize": { tokens: [1, 2, 3] },
 };
 let spec = null;
-
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
 
 // -- schemas
 
@@ -247,10 +241,6 @@ addEventListener("hashchange", openTarget);
 $("raw").addEventListener("click", (event) => {
   if (!spec) return;
   event.preventDefault();
-  const text = JSON.stringify(spec, null, 2);
-  const url = URL.createObjectURL(new Blob([text], { type: JSON_TYPE }));
-  const link = element("a", { href: url, download: "openapi.json" });
-  link.click();
-  URL.revokeObjectURL(url);
+  download(JSON.stringify(spec, null, 2), "openapi.json", JSON_TYPE);
 });
 load().catch(onError);

@@ -1,42 +1,19 @@
-// Puts the page together: the model's name, the settings, the key, the keyboard.
+// Puts the page together: the model's name, the views, the composer, the keyboard.
 
 import { request } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { Chat } from "./chat.js";
 import { Dashboard } from "./dashboard.js";
+import { History } from "./history.js";
 import { KeyDialog } from "./key.js";
 import { Pooling } from "./pooling.js";
+import { Settings } from "./settings.js";
+import { Shortcuts } from "./shortcuts.js";
+import { Store } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
-const OPTIONS = "penstock-options";
-const options = $("options");
 const prompt = $("prompt");
-
-// -- settings
-
-/** What the form says, as fields of a request; null, and the form says why, if it is not valid. */
-function readOptions() {
-  if (!options.checkValidity()) {
-    showView("settings");
-    options.reportValidity();
-    return null;
-  }
-  const fields = { model: $("model").value || undefined };
-  for (const [name, value] of new FormData(options)) {
-    if (value.trim() !== "") fields[name] = name === "system" ? value : Number(value);
-  }
-  return fields;
-}
-
-function restoreOptions() {
-  const kept = JSON.parse(sessionStorage.getItem(OPTIONS) ?? "{}");
-  for (const [name, value] of Object.entries(kept)) {
-    if (options.elements[name]) options.elements[name].value = value;
-  }
-}
-
-function keepOptions() {
-  sessionStorage.setItem(OPTIONS, JSON.stringify(Object.fromEntries(new FormData(options))));
-}
+let cards = []; // what /v1/models says of each name
 
 // -- the server
 
@@ -45,25 +22,32 @@ async function loadModels() {
   showModels(data);
   document.title = `${data[0].id} · Penstock`;
   if (!data[0].tasks.includes("generate")) showPooling(data[0]);
+  else await settings.explain();
 }
 
 /** The model's own names, and below them its adapters. Keeps what is chosen. */
 function showModels(data) {
+  cards = data;
   const chosen = $("model").value;
-  const names = (cards) => cards.map((card) => new Option(card.id, card.id, false, card.id === chosen));
+  const names = (some) => some.map((card) => new Option(card.id, card.id, false, card.id === chosen));
   const adapters = document.createElement("optgroup");
   adapters.label = "Adapters";
   adapters.append(...names(data.filter((card) => card.parent)));
   $("model").replaceChildren(...names(data.filter((card) => !card.parent)));
   if (adapters.children.length) $("model").append(adapters);
   $("model").disabled = data.length < 2;
+  $("attach").hidden = !takesImages();
+}
+
+function takesImages() {
+  return cards.find((card) => card.id === $("model").value)?.takes_images ?? false;
 }
 
 /** Adapters come and go while the page is open. Before the first list, nothing is asked for. */
 async function refreshModels() {
-  if (!$("model").options.length) return;
+  if (!cards.length) return;
   const { data } = await (await request("v1/models")).json();
-  const shown = [...$("model").options].map((option) => option.value);
+  const shown = cards.map((card) => card.id);
   if (data.map((card) => card.id).join("\n") !== shown.join("\n")) showModels(data);
 }
 
@@ -71,7 +55,8 @@ async function refreshModels() {
 function showPooling({ tasks, labels }) {
   document.body.classList.add("pools");
   $("main-button").textContent = "Playground";
-  for (const id of ["chat", "settings", "settings-button"]) $(id).hidden = true;
+  for (const id of ["chat", "settings", "settings-button", "history"]) $(id).hidden = true;
+  document.querySelector("nav [data-view=history]").hidden = true;
   pooling.show(tasks, labels ?? []);
   $("skip").textContent = "Skip to the playground";
   $("skip").href = "#pooling";
@@ -83,7 +68,7 @@ function onError(error) {
 
 function showState(state, words) {
   if ($("status").textContent !== words) $("status").textContent = words;
-  if (state === "ready" && $("status").dataset.state !== "ready" && !$("model").options.length) {
+  if (state === "ready" && $("status").dataset.state !== "ready" && !cards.length) {
     loadModels().catch(onError);
   }
   $("status").dataset.state = state;
@@ -98,6 +83,17 @@ function showView(view) {
   }
 }
 
+/** The settings are beside the chat, or a view of their own in a narrow window. */
+function showSettings() {
+  const isBeside = getComputedStyle($("settings-button")).display === "none";
+  showView(isBeside ? "chat" : "settings");
+}
+
+function focusPrompt() {
+  showView("chat");
+  prompt.focus();
+}
+
 function growPrompt() {
   if (CSS.supports("field-sizing", "content")) return;
   prompt.style.height = "auto";
@@ -105,13 +101,31 @@ function growPrompt() {
 }
 
 function send() {
-  if (!chat.send(prompt.value)) return;
+  const images = attachments.take();
+  if (!chat.send(prompt.value, images)) {
+    attachments.put(images);
+    return;
+  }
   prompt.value = "";
   growPrompt();
 }
 
-restoreOptions();
-const chat = new Chat({ readOptions, onError });
+/** Click a button of the last message that has one. */
+function press(selector) {
+  [...document.querySelectorAll(`#messages ${selector}`)].at(-1)?.click();
+}
+
+const settings = new Settings({ form: $("options"), onInvalid: showSettings });
+const chat = new Chat({
+  readOptions: () => {
+    const fields = settings.read();
+    return fields && { model: $("model").value || undefined, ...fields };
+  },
+  onChange: (conversation) => history.changed(conversation),
+  onError,
+});
+const history = new History({ store: new Store(), chat, onOpen: focusPrompt });
+const attachments = new Attachments({ getIsTaken: takesImages });
 const pooling = new Pooling({ getModel: () => $("model").value || undefined, onError });
 const dashboard = new Dashboard({ onState: showState });
 const keyDialog = new KeyDialog({
@@ -122,6 +136,17 @@ const keyDialog = new KeyDialog({
     else pooling.focus();
   },
 });
+const shortcuts = new Shortcuts([
+  { key: "?", words: "Show these shortcuts", run: () => shortcuts.open() },
+  { key: "/", words: "Write a message", run: focusPrompt },
+  { key: "n", words: "Begin a new chat", run: () => history.begin() },
+  { key: "e", words: "Edit your last message", run: () => press(".edit") },
+  { key: "r", words: "Regenerate the last answer", run: () => press(".regenerate") },
+  { key: "c", words: "Show the chat", run: focusPrompt },
+  { key: "s", words: "Show the server's charts", run: () => showView("server") },
+  { key: "t", words: "Change the theme", run: () => $("theme-button").click() },
+]);
+history.load().catch((error) => history.say(error.message));
 loadModels().catch(onError);
 
 $("composer").addEventListener("submit", (event) => {
@@ -136,16 +161,13 @@ prompt.addEventListener("keydown", (event) => {
 });
 prompt.addEventListener("input", growPrompt);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !event.isComposing && !keyDialog.isOpen) chat.stop();
+  if (event.key === "Escape" && !event.isComposing && !document.querySelector("dialog[open]")) chat.stop();
 });
 $("stop").addEventListener("click", () => {
   chat.stop();
   prompt.focus();
 });
-$("clear").addEventListener("click", () => {
-  chat.clear();
-  prompt.focus();
-});
+$("shortcuts-button").addEventListener("click", () => shortcuts.open());
 for (const button of document.querySelectorAll("#suggestions button")) {
   button.addEventListener("click", () => chat.send(button.textContent));
 }
@@ -153,6 +175,4 @@ for (const button of document.querySelectorAll("nav button")) {
   button.addEventListener("click", () => showView(button.dataset.view));
 }
 $("model").addEventListener("focus", () => refreshModels().catch(onError));
-options.addEventListener("input", keepOptions);
-options.addEventListener("submit", (event) => event.preventDefault());
-options.addEventListener("reset", () => sessionStorage.removeItem(OPTIONS));
+$("model").addEventListener("change", () => ($("attach").hidden = !takesImages()));

@@ -1,6 +1,7 @@
 // The playground of pooling models: similarities of texts, classes, reranked documents.
 
 import { post } from "./api.js";
+import { element } from "./element.js";
 
 const MAX_COMPARED = 40; // a matrix of more is not readable
 const MAX_LABELS = 10;
@@ -175,11 +176,4 @@ function bar(text, score) {
   const row = element("li", {}, element("span", { class: "text" }, text), element("span", { class: "score" }, number(score, 4)));
   row.style.setProperty("--share", Math.min(Math.max(score, 0), 1));
   return row;
-}
-
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
 }
