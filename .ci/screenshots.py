@@ -117,8 +117,6 @@ def draw_chat(stage: Stage) -> None:
     stage.page.locator(".reasoning summary").click()
     stage.page.locator("#scroller").evaluate("it => it.scrollTo(0, 0)")
     stage.save("page")
-    stage.ask("Show me merge sort.", CODE)
-    stage.save("page-code")
 
 
 def draw_tools(stage: Stage) -> None:

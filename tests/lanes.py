@@ -46,6 +46,7 @@ LONG_FILES = (  # the longest first
     "server/test_pooling_routes.py",
     "server/test_abandoned_grammars.py",
     "server/test_page.py",
+    "server/test_page_chat.py",
     "server/test_adapter_options.py",
     "server/test_responses_tools.py",
     "server/test_structured.py",

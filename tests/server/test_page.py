@@ -194,6 +194,8 @@ def test_charts_follow_the_server(server: ServerProcess, open_page: Callable[...
     )
     show_view(page, "Server")
     expect(page.locator(".chart:visible")).to_have_count(8)
+    for absent in ("#replicas", "#adapters"):  # of one engine without adapters
+        expect(page.locator(absent)).to_be_hidden()
     requests = chart(page, "Requests")
     expect(requests.locator(".now")).to_have_text("1running0waiting")
     expect(chart(page, "Output").locator(".now")).to_have_text(

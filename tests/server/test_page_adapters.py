@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+from page_actions import say, set_options, wait_for_answer
 from playwright.sync_api import Page, expect
 from server_process import ServerProcess
 from tiny_adapters import write_adapter
@@ -30,3 +32,10 @@ def test_adapters_can_be_chosen_and_new_ones_appear(
     choice.focus()
     expect(choice.locator("option")).to_have_text(["tiny", "sql", "law"])
     expect(choice).to_have_value("sql")
+    set_options(page, max_tokens="2")
+    say(page, "Hello")
+    wait_for_answer(page)
+    page.get_by_role("button", name="Server").click()
+    expect(page.locator("#adapters li")).to_have_text(
+        ["Running requests: none", "Waiting requests: none", re.compile(r"In host memory: [12]")]
+    )

@@ -14,11 +14,3 @@ def test_each_replica_is_shown_with_its_state(
     items = open_page(serve_tiny("-dp", "2")).locator("#replicas li")
     expect(items).to_have_count(2)
     expect(items.nth(1)).to_contain_text("Replica 1: serving, 0 requests, KV cache")
-
-
-def test_a_single_engine_has_no_list_of_replicas(
-    serve_tiny: Callable[..., ServerProcess], open_page: Callable[..., Page]
-) -> None:
-    page = open_page(serve_tiny())
-    expect(page.locator('#status[data-state="ready"]')).to_be_visible()
-    expect(page.locator("#replicas")).to_be_hidden()

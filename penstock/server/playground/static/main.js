@@ -121,7 +121,7 @@ const chat = new Chat({
     const fields = settings.read();
     return fields && { model: $("model").value || undefined, ...fields };
   },
-  onChange: (conversation) => history.changed(conversation),
+  onChange: (conversation) => history.changed(conversation).catch((error) => history.say(`Not kept: ${error.message}`)),
   onError,
 });
 const history = new History({ store: new Store(), chat, onOpen: focusPrompt });
