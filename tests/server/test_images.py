@@ -239,3 +239,8 @@ def test_images_in_tool_results(server: ServerProcess, folder: Path) -> None:
     answer = server.post("/v1/responses", {"model": str(folder), "input": items})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "input[1].output[0].image_url"
+
+
+def test_the_list_of_models_says_that_images_are_taken(server: ServerProcess) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert card["takes_images"] is True
