@@ -138,8 +138,9 @@ def test_what_comes_is_what_comes_without(
             assert_greedy_drafts_hold(llm)
 
 
-SHARDED = [
-    (method, None) for method in ("ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+SHARDED = [  # the others take the path of one of these
+    *((method, None) for method in ("ngram", "draft_model", "eagle3")),
+    *(pytest.param(i, None, marks=pytest.mark.slow) for i in ("eagle", "medusa", "mtp")),
 ]
 WHOLE = [
     ("eagle3", 1),

@@ -113,7 +113,7 @@ def test_kills_at_random_moments_change_nothing(tiny_server: ServerProcess) -> N
     eventually(tiny_server.is_idle)
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_kills_while_drafts_are_in_flight_change_nothing(
     tiny_server: ServerProcess, serve: Serve, method: str
 ) -> None:

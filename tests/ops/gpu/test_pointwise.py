@@ -129,7 +129,7 @@ def test_matrix_with_one_row(device: torch.device, n: int, size: int, bias: bool
 
 @pytest.mark.parametrize("n", [2, 5, 16, 17])  # the last goes to the library
 @pytest.mark.parametrize("size", [256, 768, 200])  # and so does the last of these
-@pytest.mark.parametrize("num_outputs", [70, 9000])
+@pytest.mark.parametrize("num_outputs", [70, pytest.param(9000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_matrix_with_a_few_rows(
     device: torch.device, n: int, size: int, num_outputs: int, bias: bool
@@ -144,3 +144,7 @@ def test_matrix_with_a_few_rows(
         assert torch.allclose(found.float(), expected, rtol=2e-2, atol=2e-2)
     assert not whole[n].any()
     assert not whole[:, num_outputs:].any()
+
+
+def test_a_large_matrix_with_a_few_rows(device: torch.device) -> None:
+    test_matrix_with_a_few_rows(device, 5, 256, 9000, True)

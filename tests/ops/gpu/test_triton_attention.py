@@ -214,8 +214,10 @@ def test_decodes_with_drafts_are_one_tile_of_queries(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"window": 9}, {"window": 65}, {"chunk": 64}, {"chunk": 37}, {"softcap": 2.0},
-     {"with_sinks": True}, {"with_sinks": True, "window": 40}, {"dtype": torch.float16}],
+    [{"window": 9}, {"chunk": 37}, {"with_sinks": True, "window": 40},
+     *(pytest.param(own, marks=pytest.mark.slow)
+       for own in ({"window": 65}, {"chunk": 64}, {"softcap": 2.0}, {"with_sinks": True},
+                   {"dtype": torch.float16}))],
 )  # fmt: skip
 def test_drafts_see_what_single_tokens_see(
     device: torch.device, settings: dict[str, object]
