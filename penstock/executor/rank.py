@@ -95,6 +95,8 @@ def serve_socket(fd: int) -> None:
         serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone
+    except PenstockError as error:  # before the rank has joined the others
+        connection.send_bytes(encode(Raised(str(error), type(error).__name__)))
     except Exception as error:
         logger.exception("Rank failed")
         connection.send_bytes(encode(Raised(repr(error), type(error).__name__)))
