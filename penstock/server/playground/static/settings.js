@@ -45,7 +45,14 @@ export class Settings {
 
   /** Put what the schema says below each field. */
   async explain() {
-    const { components } = await (await request("openapi.json")).json();
+    let response;
+    try {
+      response = await request("openapi.json");
+    } catch (error) {
+      if (error.status === 404) return; // this server does not show its schema
+      throw error;
+    }
+    const { components } = await response.json();
     const { properties } = components.schemas.ChatCompletionRequest;
     for (const place of this.form.querySelectorAll("[data-explains]")) {
       place.textContent = properties[place.dataset.explains]?.description ?? "";
