@@ -168,7 +168,7 @@ def test_what_is_wrong_is_said_at_once(
     async def run() -> None:
         not_started = AsyncLLM(model, **OPTIONS)
         with pytest.raises(ConfigError, match="start"):
-            await anext(not_started.generate("text"))
+            not_started.get_tokenizer()
         with pytest.raises(ConfigError, match="start"):
             await not_started.reset_prefix_cache()
         await not_started.abort("nobody's")
