@@ -247,6 +247,6 @@ def _frames(container: InputContainer, stream: VideoStream) -> Iterator[VideoFra
 def _rgb(frame: VideoFrame) -> Frame:
     """A frame's pixels, turned upright."""
     _check_size(frame.width, frame.height)
-    pixels = frame.to_ndarray(format="rgb24")
+    pixels: Frame = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
     turns = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
