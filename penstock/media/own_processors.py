@@ -14,7 +14,7 @@ from transformers.processing_utils import ImagesKwargs, ProcessorMixin
 Array = np.ndarray[Any, Any]
 
 
-class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
+class PixtralProcessor(ProcessorMixin):
     """An image becomes rows of placeholders. A token ends each row, another one the image."""
 
     def __init__(
@@ -29,7 +29,9 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
         image_end_token: str = "[IMG_END]",
         **ignored: Any,
     ) -> None:
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        super().__init__(  # type: ignore[no-untyped-call]
+            image_processor, tokenizer, chat_template=chat_template
+        )
         self.row = patch_size * spatial_merge_size  # pixels
         self.image_token = image_token
         self.image_break_token = image_break_token
@@ -47,12 +49,12 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
         return self.image_break_token.join([row] * height) + self.image_end_token
 
 
-class Llama4ImageKwargs(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
+class Llama4ImageKwargs(ImagesKwargs, total=False):
     max_patches: int
     resize_to_max_canvas: bool
 
 
-class Llama4ImageProcessor(PilBackend):  # type: ignore[misc]
+class Llama4ImageProcessor(PilBackend):
     """Tiles of an image, and the whole image in one more tile. Pixels stay in float32."""
 
     valid_kwargs = Llama4ImageKwargs
@@ -66,9 +68,9 @@ class Llama4ImageProcessor(PilBackend):  # type: ignore[misc]
     do_convert_rgb = True
     max_patches = 16  # tiles
     resize_to_max_canvas = False
-    model_input_names = ("pixel_values",)
+    model_input_names = ["pixel_values"]
 
-    def _preprocess(
+    def _preprocess(  # type: ignore[override]
         self,
         images: list[Array],
         size: SizeDict,
@@ -77,7 +79,13 @@ class Llama4ImageProcessor(PilBackend):  # type: ignore[misc]
         return_tensors: Any = None,
         **settings: Any,
     ) -> BatchFeature:
-        side, tiles, ratios = size.height, [], []
+        side = size.height
+        if side is None or side != size.width:
+            raise ValueError(
+                f"tiles must be squares (size in preprocessor_config.json), got {size}"
+            )
+        tiles: list[Array] = []
+        ratios: list[tuple[int, int]] = []
         for image in images:
             height, width = image.shape[-2:]
             rows, columns = best_canvas(height, width, side, max_patches, resize_to_max_canvas)

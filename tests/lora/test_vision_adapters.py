@@ -17,7 +17,7 @@ OPTIONS = {"dtype": "float32", "max_model_len": 512, "enable_lora": True}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["internvl", "mistral3", "paligemma2", "llama4", "glm4v_moe"])
+@pytest.mark.parametrize("name", ["internvl", "mistral3", "pixtral", "llama4", "glm4v_moe"])
 def test_the_tokens_are_those_of_merged_weights(name: str, ranks: int, tmp_path: Path) -> None:
     import peft
 
