@@ -333,6 +333,7 @@ VARIANTS: dict[str, Variant] = {
             "image_token_index": "<|patch|>",
         },
         own={"patch_size": 14, "pixel_shuffle_ratio": 0.5},
+        num_groups=2,
     ),
     "glm4v": Variant(
         "Glm4vForConditionalGeneration",
