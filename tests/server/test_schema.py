@@ -42,6 +42,8 @@ OPERATIONS = [
     ("GET", "/ping"),
     ("POST", "/ping"),
     ("POST", "/reset_prefix_cache"),
+    ("POST", "/start_profile"),
+    ("POST", "/stop_profile"),
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
     ("GET", "/replicas"),
