@@ -113,14 +113,19 @@ def test_kills_at_random_moments_change_nothing(tiny_server: ServerProcess) -> N
     eventually(tiny_server.is_idle)
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method",
+    ["ngram", *(pytest.param(i, marks=pytest.mark.slow) for i in ("suffix", "draft_model"))],
+)
 def test_kills_while_drafts_are_in_flight_change_nothing(
-    tiny_server: ServerProcess, serve: Serve, method: str
+    tiny_server: ServerProcess, serve: Serve, model: Path, method: str
 ) -> None:
     """The answers are those of a calm server without drafts."""
     config = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
     if method == "ngram":
         config["prompt_lookup_min"] = 1
+    elif method == "draft_model":  # its own KV cache is lost with the engine
+        config["model"] = str(model)
     server = serve("--speculative-config", json.dumps(config), "--spare-engine").server
     calm = Streams(tiny_server).run(KINDS)
     streams = Streams(server)
