@@ -88,11 +88,13 @@ def test_long_contexts_are_split_as_for_single_tokens(qwen3: Path) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN])
-def test_n_gram_drafts_are_replayed_from_graphs_without_a_wait(
-    qwen3: Path, params: list[SamplingParams]
+@pytest.mark.parametrize("method", [{"method": "ngram", "prompt_lookup_min": 1},
+                                    {"method": "suffix"}])  # fmt: skip
+def test_drafts_found_on_the_device_are_replayed_from_graphs_without_a_wait(
+    qwen3: Path, params: list[SamplingParams], method: dict[str, Any]
 ) -> None:
     expected = tokens(run(qwen3, params, device="cuda"))
-    settings = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+    settings = {**method, "adaptive": False}
     options: dict[str, Any] = {**SETTINGS, "dtype": "float32", "device": "cuda"}
     with LLM(str(qwen3), speculative_config=settings, **options) as llm:
         for _ in range(3):  # the second time a step's size comes up, its graph is captured

@@ -18,15 +18,17 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
 
         return NgramDrafter(*sizes)
     if settings.method == "suffix":
+        depth = settings.suffix_decoding_max_tree_depth
+        max_requests = settings.suffix_decoding_max_cached_requests
+        if on_gpu:
+            from penstock.runner.drafters.device_suffix import DeviceSuffixDrafter  # needs Triton
+
+            return DeviceSuffixDrafter(settings.num_tokens, depth, max_requests)
         from penstock.runner.drafters.suffix import PastOutputs, PathRules, SuffixDrafter
 
-        rules = PathRules(
-            settings.suffix_decoding_max_tree_depth,
-            settings.suffix_decoding_max_spec_factor,
-        )
-        past = PastOutputs(settings.suffix_decoding_max_cached_requests)
+        rules = PathRules(depth, settings.suffix_decoding_max_spec_factor)
         least = settings.suffix_decoding_min_token_prob
-        return SuffixDrafter(settings.num_tokens, rules, past, least)
+        return SuffixDrafter(settings.num_tokens, rules, PastOutputs(max_requests), least)
     if settings.method == "mtp":
         from penstock.runner.drafters.mtp import MtpDrafter
 

@@ -1,4 +1,4 @@
-"""HostDrafter: the base of drafters that look at tokens on the host, one request at a time."""
+"""HostDrafter: the base of drafters of a CPU, which look at one request at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from penstock.protocol.step import NewRequest
 from penstock.runner.drafter import Drafter, Drafts, DraftStep
@@ -55,7 +54,6 @@ class HostDrafter(Drafter):
     all ranks propose the same.
     """
 
-    is_on_host = True
     knows_chances = True
     min_chance = 0.0  # drafts that hold with a lower probability are never proposed
 
@@ -100,8 +98,8 @@ class HostDrafter(Drafter):
         tokens, lengths = self._host_tokens, self._host_lengths
         if least >= MOST_CHANCE:
             return Drafts(None, counts)  # no draft can pay: a search would be in vain
-        if tokens is None or lengths is None:
-            return self._propose_on_device(step, slots, counts, least)
+        assert tokens is not None, "a GPU has drafters of its own"
+        assert lengths is not None
         for row, slot in enumerate(slots):
             request = self._request_in(slot)
             if request is None or request.rests():
@@ -115,7 +113,7 @@ class HostDrafter(Drafter):
         return Drafts(None, counts)
 
     def host_tokens(self, slot: int, start: int) -> list[int] | None:
-        """A request's tokens from `start` on. None if the tables are not in host memory."""
+        """A request's tokens from `start` on. None before the first step that drafts."""
         if self._host_tokens is None or self._host_lengths is None:
             return None
         token_ids: list[int] = self._host_tokens[slot, start : self._host_lengths[slot]].tolist()
@@ -123,9 +121,8 @@ class HostDrafter(Drafter):
 
     def _attach(self, tables: RequestTables) -> None:
         self._tables = tables
-        if tables.device.type == "cpu":
-            self._host_tokens = tables.token_ids.numpy()
-            self._host_lengths = tables.num_tokens.numpy()
+        self._host_tokens = tables.token_ids.numpy()
+        self._host_lengths = tables.num_tokens.numpy()
 
     def _request_in(self, slot: int) -> _Request | None:
         request = self._followed.get(slot)
@@ -176,29 +173,3 @@ class HostDrafter(Drafter):
                 self._chances.record(kind, token == actual)
                 if token != actual:
                     break
-
-    def _propose_on_device(
-        self, step: DraftStep, slots: list[int], counts: npt.NDArray[np.int64], least: float
-    ) -> Drafts:
-        """The same for tables that are not in host memory: one copy each way."""
-        requests = [(row, self._request_in(slot)) for row, slot in enumerate(slots)]
-        own = [(row, each) for row, each in requests if each is not None and not each.rests()]
-        token_ids = torch.zeros(len(slots), step.num_drafts, dtype=torch.int64)
-        if own:
-            rows = torch.tensor([row for row, _ in own])
-            texts = self._read(step, rows, [request.num_seen for _, request in own])
-            for (row, request), new in zip(own, texts, strict=True):
-                drafts = self._draft(slots[row], request, new, step.num_drafts, least)
-                counts[row] = len(drafts)
-                token_ids[row, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
-        return Drafts(token_ids.to(step.slots.device), counts)
-
-    def _read(self, step: DraftStep, rows: torch.Tensor, starts: list[int]) -> list[list[int]]:
-        """The tokens of these requests from `starts` on."""
-        tables, own = step.tables, step.slots[rows.to(step.slots.device)]
-        ends = tables.num_tokens[own].tolist()
-        width = max(end - start for start, end in zip(starts, ends, strict=True))
-        columns = torch.tensor(starts)[:, None] + torch.arange(width)
-        columns = columns.clamp(max=tables.token_ids.shape[1] - 1).to(own.device)
-        texts = tables.token_ids[own[:, None], columns].tolist()
-        return [text[: end - start] for text, start, end in zip(texts, starts, ends, strict=True)]

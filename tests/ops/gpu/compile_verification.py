@@ -11,7 +11,7 @@ from typing import Any
 
 from hopper import compile_kernel
 
-from penstock.ops.triton import attention, latent_attention, linear, ngram, verification
+from penstock.ops.triton import attention, latent_attention, linear, ngram, suffix, verification
 from penstock.ops.triton.tuning import (
     MAX_FEW_ROWS,
     Launch,
@@ -77,6 +77,13 @@ KERNELS: dict[str, Kernel] = {
     "write drafts": (verification._write_drafts_kernel, {"COLUMNS": 4}, Launch(1, 1)),
     "match": (ngram._match_kernel, {"SHORTEST": 2, "LONGEST": 5, "CHUNK": 1024}, Launch(4, 1)),
     "draft": (ngram._draft_kernel, {"COLUMNS": 8}, Launch(1, 1)),
+    "match suffixes": (
+        suffix._match_kernel,
+        {"OWN_SPLITS": 8, "PAST_SPLITS": 56, "SHORTEST": 2, "LONGEST": 23, "CHUNK": 1024},
+        Launch(4, 1),
+    ),
+    "vote": (suffix._vote_kernel, {"OWN_SPLITS": 8, "SPLITS": 64, "COLUMNS": 64}, Launch(4, 1)),
+    "append": (suffix._append_kernel, {"CONTEXT": 6, "MOST": 8192, "CHUNK": 1024}, Launch(4, 1)),
 }
 POINTERS = {
     "table_ptr": "*i32", "seq_lens_ptr": "*i32", "query_starts_ptr": "*i32",
@@ -86,6 +93,8 @@ POINTERS = {
     "token_table_ptr": "*i32", "num_tokens_ptr": "*i32", "num_computed_ptr": "*i32",
     "results_ptr": "*i32", "out_slots_ptr": "*i64", "last_rows_ptr": "*i64",
     "num_accepted_ptr": "*i32", "drafts_ptr": "*i32", "best_ptr": "*i64",
+    "slot_salts_ptr": "*i64", "past_ptr": "*i32", "past_salts_ptr": "*i64", "window_ptr": "*i64",
+    "found_ptr": "*i64", "output_starts_ptr": "*i64", "salt": "i64", "num_prompt_ptr": "*i32",
 }  # fmt: skip
 INPUTS = ("q_ptr", "q_rope_ptr", "cache_ptr", "sinks_ptr", "x_ptr", "weight_ptr", "bias_ptr")
 SIXTEENS = (

@@ -35,6 +35,7 @@ from penstock.runner.device_batch import Bucket
 from penstock.runner.device_steps import DeviceSteps
 from penstock.runner.device_tables import DeviceTables
 from penstock.runner.drafters.device_ngram import DeviceNgramDrafter
+from penstock.runner.drafters.device_suffix import DeviceSuffixDrafter
 from penstock.runner.graphs import MIXED_SIZES, mixed_sizes
 from penstock.runner.sampling_graphs import SamplingGraphs
 
@@ -216,17 +217,22 @@ def test_heads_draft_on_the_way_of_a_gpu_as_plainly(
         assert drafts == plain.drafts(known, 3), known
 
 
-def test_n_gram_drafts_of_the_device_give_the_plain_paths_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "drafter",
+    [DeviceNgramDrafter(3, 1, 3), DeviceSuffixDrafter(3, 24, 10)],
+    ids=["ngram", "suffix"],
+)
+def test_drafts_of_the_device_give_the_plain_paths_tokens(
+    drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = str(make_checkpoint(tmp_path, "qwen3", **SHAPE))
     with LLM(checkpoint, **OPTIONS) as llm:
         expected = generate(llm, VERIFIED["drawn"])
     monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
-    drafter = DeviceNgramDrafter(3, 1, 3)
     with LLM(checkpoint, drafter=drafter, **OPTIONS) as llm:
         take_device_path(llm, drafter)
-        assert generate(llm, VERIFIED["drawn"]) == expected
+        for _ in range(2):  # the second time after past outputs
+            assert generate(llm, VERIFIED["drawn"]) == expected
         steps = runner_of(llm).steps
         assert isinstance(steps, WatchedSteps)
         assert any(bucket.width > 1 for bucket in steps.buckets if bucket)
