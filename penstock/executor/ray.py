@@ -39,7 +39,7 @@ START_TIMEOUT_S = 300.0  # for the processes of all ranks
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where an actor is."""
 
     node_id: str
@@ -57,11 +57,11 @@ class Place:
 class RankActor:
     """A rank's process. Its rank is known once all actors have said where they are."""
 
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         gpus = context.get_accelerator_ids().get("GPU", [])
-        return Place(
+        return RankPlace(
             context.get_node_id(),
             socket.gethostname(),
             address,
@@ -118,7 +118,7 @@ class RayRanks:
             )
         actors = [self._actor(bundle, index) for index in range(num_ranks)]
         self._actors = actors
-        places: list[Place] = _get([actor.place.remote() for actor in actors])
+        places: list[RankPlace] = _get([actor.place.remote() for actor in actors])
         for place in places:
             if place.version != VERSION:
                 raise ConfigError(
@@ -175,7 +175,7 @@ class RayRanks:
             ray.shutdown()
 
 
-def rank_order(places: Sequence[Place], own_node: str) -> list[int]:
+def rank_order(places: Sequence[RankPlace], own_node: str) -> list[int]:
     """Actors in the order of their ranks: by node, the engine's own first, then the fullest."""
     nodes = [place.node_id for place in places]
 

@@ -68,7 +68,7 @@ class _Steps:
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._angles: Angles | None = None
-        self._step = library.Step()
+        self._step = library.StepStruct()
         self._adapters: AdapterStep | None = None
         self._adapter_step = library.AdapterStepStruct()
 
@@ -158,7 +158,7 @@ class NativeDecoderLayer:
         return x, residual
 
 
-def _weights(linear: Linear) -> library.Weights:
+def _weights(linear: Linear) -> library.WeightsStruct:
     packed = linear.native.linear
     assert packed is not None, "weights are loaded first"
     assert packed.in_features == linear.in_features, "columns are filled up: not for whole layers"

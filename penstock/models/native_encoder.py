@@ -60,7 +60,7 @@ class _PackedSteps:
     def __init__(self) -> None:
         self._starts: torch.Tensor | None = None
         self._angles: Angles | None = None
-        self._step = library.Step()
+        self._step = library.StepStruct()
 
     def pointer(self, starts: torch.Tensor, rows: int, angles: Angles | None) -> int:
         if starts is not self._starts or angles is not self._angles or rows != self._step.rows:
@@ -115,7 +115,7 @@ def _norm(norm: LayerNorm | None) -> library.LayerNormStruct:
     return library.LayerNormStruct(norm.weight.data_ptr(), bias, norm.eps)
 
 
-def _weights(linear: Linear) -> library.Weights:
+def _weights(linear: Linear) -> library.WeightsStruct:
     packed = linear.native.linear
     assert packed is not None, "weights are loaded first"
     return packed.weights(linear.bias)

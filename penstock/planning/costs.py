@@ -35,7 +35,7 @@ NORM_PASSES = 8  # times that a layer's norms read or write the hidden states
 
 
 @dataclass(frozen=True)
-class Step:
+class StepLoad:
     """The tokens of a step, and how many cached tokens they attend to."""
 
     num_decodes: int = 0
@@ -46,7 +46,7 @@ class Step:
     is_alone: bool = False  # no other replica that experts are shared with has tokens
 
 
-def pass_seconds(stages: Sequence[RankShape], gpu: Gpu, step: Step) -> float:
+def pass_seconds(stages: Sequence[RankShape], gpu: Gpu, step: StepLoad) -> float:
     """A step through all pipeline stages. Between two, hidden states and residuals are sent."""
     shape, rows = stages[0], step.num_decodes + step.num_prompt
     num_bytes = 2 * rows * shape.hidden_size * shape.element_size / shape.tp
@@ -54,12 +54,12 @@ def pass_seconds(stages: Sequence[RankShape], gpu: Gpu, step: Step) -> float:
     return sum(step_seconds(own, gpu, step) for own in stages) + (len(stages) - 1) * hop
 
 
-def interval_seconds(stages: Sequence[RankShape], gpu: Gpu, step: Step) -> float:
+def interval_seconds(stages: Sequence[RankShape], gpu: Gpu, step: StepLoad) -> float:
     """Between two steps, if all stages have one: the time of the slowest."""
     return max(step_seconds(own, gpu, step) for own in stages)
 
 
-def step_seconds(shape: RankShape, gpu: Gpu, step: Step) -> float:
+def step_seconds(shape: RankShape, gpu: Gpu, step: StepLoad) -> float:
     """On one rank, with its stage's layers."""
     bandwidth, flops = gpu.bandwidth * 1e12, gpu.flops * 1e12
     rows = step.num_decodes + step.num_prompt
@@ -113,7 +113,7 @@ def _sum_seconds(num_bytes: float, tp: int, gpu: Gpu) -> float:
     return nccl if tp > gpu.per_node else min(PEER_SUM + once, nccl)
 
 
-def _attention_seconds(shape: RankShape, bandwidth: float, flops: float, step: Step) -> float:
+def _attention_seconds(shape: RankShape, bandwidth: float, flops: float, step: StepLoad) -> float:
     num_bytes, per_token = 0.0, shape.kv_bytes_per_token
     pairs = 0.0
     for own in shape.attention:
@@ -122,56 +122,3 @@ def _attention_seconds(shape: RankShape, bandwidth: float, flops: float, step: S
         pairs += min(step.prompt_context, reach) * own.dim
     reading = step.num_decodes * (num_bytes + 2 * shape.state_bytes) / (CACHE * bandwidth)
     return reading + 2 * step.num_prompt * pairs / (PROMPT * flops)
-
-
-@dataclass
-class _Request:
-    input_len: int
-    output_len: int
-    computed: int = 0  # of the prompt
-    generated: int = 0
-
-
-def run_seconds(
-    shape: RankShape,
-    gpu: Gpu,
-    requests: Sequence[tuple[int, int]],  # input and output tokens
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-) -> float:
-    """All requests sent at once: decodes first, then prompts, as the scheduler plans steps."""
-    waiting = [_Request(*lengths) for lengths in reversed(requests)]
-    running: list[_Request] = []
-    seconds = 0.0
-    while waiting or running:
-        decodes = [own for own in running if own.generated]
-        budget = max_num_batched_tokens - len(decodes)
-        num_prompt, pairs, done = 0, 0.0, []
-        while waiting and len(running) < max_num_seqs:
-            running.append(waiting.pop())
-        for own in running:
-            if own.generated or not budget:
-                continue
-            count = min(own.input_len - own.computed, budget)
-            pairs += count * (own.computed + count / 2)
-            own.computed += count
-            num_prompt += count
-            budget -= count
-            if own.computed == own.input_len:
-                done.append(own)
-        contexts = sum(own.input_len + own.generated for own in decodes)
-        seconds += step_seconds(
-            shape,
-            gpu,
-            Step(
-                len(decodes),
-                contexts / max(len(decodes), 1),
-                num_prompt,
-                pairs / max(num_prompt, 1),
-                len(decodes) + len(done),
-            ),
-        )
-        for own in (*decodes, *done):
-            own.generated += 1
-        running = [own for own in running if own.generated < own.output_len]
-    return seconds

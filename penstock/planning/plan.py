@@ -15,7 +15,7 @@ from penstock.config.quantization import find_quantization_config
 from penstock.kvcache.layout import blocks_for_request, longest_request, plan_layout
 from penstock.loading.source import ModelSource
 from penstock.models.runtime import Dtypes, resolve_dtypes, resolve_limits
-from penstock.planning.costs import Step, interval_seconds, pass_seconds
+from penstock.planning.costs import StepLoad, interval_seconds, pass_seconds
 from penstock.planning.hardware import GIB, GPUS, PCIE, Gpu
 from penstock.planning.shapes import Partition, RankShape, shape_of
 from penstock.planning.ways import MOST_RANKS, Way, list_ways
@@ -212,17 +212,17 @@ class Planner:
         """With so many requests at once, each in another phase of its life."""
         gpu, prompt = self.gpu, self.input_len
         size = max(self.limits.max_num_batched_tokens // prompt, 1) * prompt
-        whole = Step(num_prompt=size, prompt_context=prompt / 2, num_sampled=size // prompt)
+        whole = StepLoad(num_prompt=size, prompt_context=prompt / 2, num_sampled=size // prompt)
         prompt_token = interval_seconds(stages, gpu, whole) / size
-        alone = Step(num_prompt=prompt, prompt_context=prompt / 2, num_sampled=1, is_alone=True)
+        alone = StepLoad(num_prompt=prompt, prompt_context=prompt / 2, num_sampled=1, is_alone=True)
         first = pass_seconds(stages, gpu, alone)
         if stages[-1].head is None:  # vectors
             return Speed(first, 0.0, 0.0, 1 / prompt_token, 0.0)
         context = prompt + self.output_len / 2
-        one = Step(1, context, num_sampled=1, is_alone=True)
+        one = StepLoad(1, context, num_sampled=1, is_alone=True)
         # Requests are divided among as many steps as there are stages.
         count = -(-num_requests // len(stages))
-        part = Step(count, context, num_sampled=count)
+        part = StepLoad(count, context, num_sampled=count)
         decode = pass_seconds(stages, gpu, part)
         if num_requests > len(stages):
             decode = max(decode, len(stages) * interval_seconds(stages, gpu, part))

@@ -20,8 +20,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.version import VERSION
 
 
-def place(node: str, *gpus: str) -> ray_ranks.Place:
-    return ray_ranks.Place(node, f"host-{node}", "127.0.0.1", 1, gpus, VERSION)
+def place(node: str, *gpus: str) -> ray_ranks.RankPlace:
+    return ray_ranks.RankPlace(node, f"host-{node}", "127.0.0.1", 1, gpus, VERSION)
 
 
 def test_ranks_are_counted_node_by_node_beginning_with_the_engines_own() -> None:

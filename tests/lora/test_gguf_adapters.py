@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from penstock.config import LoadConfig, ModelConfig
 from penstock.layers.build import Build
 from penstock.layers.lora import PartDelta
-from penstock.loading.adapters.deltas import Deltas
+from penstock.loading.adapters.deltas import AdapterDeltas
 from penstock.loading.adapters.read import read_deltas
 from penstock.loading.adapters.source import adapter_digest, locate_adapter
 from penstock.loading.source import resolve_source
@@ -72,7 +72,7 @@ def convert(
     return out
 
 
-def read(path: Path, checkpoint: Path) -> Deltas:
+def read(path: Path, checkpoint: Path) -> AdapterDeltas:
     source = resolve_source(ModelConfig(model=str(checkpoint)), LoadConfig())
     build = Build(torch.float32, torch.device("meta"), 512, Ops("cpu"))
     return read_deltas(path, build_model(source.config, build), 64, torch.float32)

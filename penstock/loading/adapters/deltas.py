@@ -23,7 +23,7 @@ _PAIR = frozenset(("a", "b", "bias", "magnitude"))
 
 
 @dataclass
-class Deltas:
+class AdapterDeltas:
     """What an adapter changes, by the names of the model's layers."""
 
     rank: int = 0  # the largest
@@ -53,7 +53,7 @@ class DeltaReader:
     ) -> None:
         self._weights, self._path, self._config = weights, path, config
         self._places, self._max_rank, self._dtype = places, max_rank, dtype
-        self._steps: list[Callable[[Deltas], None]] = []
+        self._steps: list[Callable[[AdapterDeltas], None]] = []
         self._owners: dict[tuple[str, str, str], str] = {}  # kind, module, part -> tensor
         self._rank = 0
 
@@ -76,9 +76,9 @@ class DeltaReader:
                 "model?"
             )
 
-    def read(self) -> Deltas:
+    def read(self) -> AdapterDeltas:
         """The adapter's weights, once they are loaded. Raises AdapterError if any is not finite."""
-        deltas = Deltas(self._rank)
+        deltas = AdapterDeltas(self._rank)
         for step in self._steps:
             step(deltas)
         return deltas
@@ -131,7 +131,7 @@ class DeltaReader:
         self._steps.append(lambda deltas: self._read_pair(deltas, names, places, scaling))
 
     def _read_pair(
-        self, deltas: Deltas, names: Mapping[str, str], places: list[Place], scaling: float
+        self, deltas: AdapterDeltas, names: Mapping[str, str], places: list[Place], scaling: float
     ) -> None:
         a = self._floats(names["a"])
         b = self._floats(names["b"], scaling)
@@ -200,7 +200,7 @@ class DeltaReader:
                 self._claim("expert", place.module, f"experts.{expert}.{part}", a)
         scaling = self._config.scaling_of(key, rank)
 
-        def read(deltas: Deltas) -> None:
+        def read(deltas: AdapterDeltas) -> None:
             lhs = self._floats(b, scaling).view(rows, rank, count).permute(2, 0, 1)
             rhs = self._floats(a).view(count, rank, columns)
             if is_swapped:
@@ -236,7 +236,7 @@ class DeltaReader:
         self._claim("embedding", place.module, "", a)
         scaling = self._config.scaling_of(module, rank)
 
-        def read(deltas: Deltas) -> None:
+        def read(deltas: AdapterDeltas) -> None:
             deltas.embedding[place.module] = PartDelta(
                 self._floats(a), self._floats(b, scaling), self._magnitude(names)
             )
@@ -264,7 +264,7 @@ class DeltaReader:
             )
         self._claim("copy" if is_copy else "whole", place.module, "", name)
 
-        def read(deltas: Deltas) -> None:
+        def read(deltas: AdapterDeltas) -> None:
             target = deltas.copies if is_copy else deltas.replaced
             dtype = torch.float32 if place.kind == "labels" else self._dtype
             target[place.module] = self._floats(name, dtype=dtype)
@@ -290,7 +290,7 @@ class DeltaReader:
         self._check_rank(module, len(tokens), name, is_declared=False)
         self._claim("tokens", place.module, "", name)
 
-        def read(deltas: Deltas) -> None:
+        def read(deltas: AdapterDeltas) -> None:
             deltas.tokens[place.module] = tokens, self._floats(name, dtype=torch.float32)
 
         self._steps.append(read)
@@ -311,7 +311,7 @@ class DeltaReader:
         for place in places:
             self._claim("bias", place.module, place.part, name)
 
-        def read(deltas: Deltas) -> None:
+        def read(deltas: AdapterDeltas) -> None:
             bias = self._floats(name, dtype=torch.float32)
             for place in places:
                 deltas.biases[place.module, place.part] = bias[place.rows]

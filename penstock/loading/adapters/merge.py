@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.layers.lora import PartDelta, add_delta
-from penstock.loading.adapters.deltas import Deltas, Slot
+from penstock.loading.adapters.deltas import AdapterDeltas, Slot
 from penstock.loading.adapters.places import HEAD, Place, Places
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf_blocks import dequantize
@@ -27,7 +27,7 @@ MAX_RANK = 2**14  # of an adapter to merge: ranks take no memory afterwards
 class Merger:
     """Adds one adapter's deltas to tensors."""
 
-    def __init__(self, deltas: Deltas, model: Any) -> None:
+    def __init__(self, deltas: AdapterDeltas, model: Any) -> None:
         """`model` may be without weights. It is the one that the deltas were read for."""
         self._deltas = deltas
         self._places = Places(model)

@@ -10,7 +10,7 @@ import torch
 
 from penstock.layers.lora import AdapterWeights
 from penstock.loading.adapters.config import parse_config
-from penstock.loading.adapters.deltas import DeltaReader, Deltas
+from penstock.loading.adapters.deltas import AdapterDeltas, DeltaReader
 from penstock.loading.adapters.gguf import GgufWeights
 from penstock.loading.adapters.places import Places
 from penstock.loading.adapters.serving import serving_weights
@@ -41,7 +41,7 @@ def read_deltas(
     max_rank: int,
     dtype: torch.dtype,
     digest: str | None = None,
-) -> Deltas:
+) -> AdapterDeltas:
     """What an adapter's files say. Unlike `read_adapter`, `model` may be without weights.
 
     All names and shapes are checked before any weights are read.

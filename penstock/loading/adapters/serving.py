@@ -13,7 +13,7 @@ import torch
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import Linear
 from penstock.layers.lora import AdapterWeights, PartDelta
-from penstock.loading.adapters.deltas import Deltas
+from penstock.loading.adapters.deltas import AdapterDeltas
 from penstock.loading.adapters.places import HEAD
 from penstock.protocol.errors import AdapterError
 
@@ -21,7 +21,7 @@ _NUM_COMPARED = 64  # rows of an embedding
 _LARGEST_ERROR = 0.1  # of a quantized matrix, relative to its norm
 
 
-def serving_weights(deltas: Deltas, model: Any, dtype: torch.dtype) -> AdapterWeights:
+def serving_weights(deltas: AdapterDeltas, model: Any, dtype: torch.dtype) -> AdapterWeights:
     """An adapter's weights as differences to those of a loaded model."""
     linear = dict(deltas.linear)
     for (path, part), bias in deltas.biases.items():

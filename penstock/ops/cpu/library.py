@@ -67,13 +67,13 @@ class WeightPart(ctypes.Structure):
     ]
 
 
-class Weights(ctypes.Structure):
+class WeightsStruct(ctypes.Structure):
     """The parts of a linear layer, and its bias."""
 
     _fields_ = [("parts", _POINTER), ("num_parts", _INT), ("bias", _POINTER)]
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """The rows of a step; see `penstock.ops.attention.AttentionMetadata`."""
 
     _fields_ = [
@@ -100,10 +100,10 @@ class DecoderLayerStruct(ctypes.Structure):
         ("output_norm", _POINTER),
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
-        ("qkv", Weights),
-        ("output", Weights),
-        ("gate_up", Weights),
-        ("down", Weights),
+        ("qkv", WeightsStruct),
+        ("output", WeightsStruct),
+        ("gate_up", WeightsStruct),
+        ("down", WeightsStruct),
         ("hidden", _INT),
         ("num_heads", _INT),
         ("intermediate", _INT),
@@ -135,14 +135,14 @@ class LoraUpdate(ctypes.Structure):
     _fields_ = [("parts", _POINTER), ("num_parts", _INT), ("rank", _INT)]
 
 
-class LoraSlots(ctypes.Structure):
+class LoraSlotsStruct(ctypes.Structure):
     """The adapters of a linear layer, by slot."""
 
     _fields_ = [("updates", _POINTER), ("num_slots", _INT), ("in_features", _INT)]
 
 
 class DecoderLora(ctypes.Structure):
-    """Pointers to the `LoraSlots` of a decoder layer's matmuls."""
+    """Pointers to the `LoraSlotsStruct` of a decoder layer's matmuls."""
 
     _fields_ = [
         ("qkv", _POINTER),
@@ -170,10 +170,10 @@ class EncoderLayerStruct(ctypes.Structure):
     _fields_ = [
         ("attention_norm", LayerNormStruct),
         ("mlp_norm", LayerNormStruct),
-        ("qkv", Weights),
-        ("output", Weights),
-        ("up", Weights),
-        ("down", Weights),
+        ("qkv", WeightsStruct),
+        ("output", WeightsStruct),
+        ("up", WeightsStruct),
+        ("down", WeightsStruct),
         ("hidden", _INT),
         ("num_heads", _INT),
         ("head_dim", _INT),

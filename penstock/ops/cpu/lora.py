@@ -23,7 +23,9 @@ class LoraSlots(lora.LoraSlots):
         super().__init__(num_slots, in_features, *sizes)
         self._updates = (library.LoraUpdate * num_slots)()
         self._parts: list[ctypes.Array[library.LoraPart] | None] = [None] * num_slots
-        self.struct = library.LoraSlots(ctypes.addressof(self._updates), num_slots, in_features)
+        self.struct = library.LoraSlotsStruct(
+            ctypes.addressof(self._updates), num_slots, in_features
+        )
         self._pointer = ctypes.addressof(self.struct)
 
     def place(self, slot: int, update: Update) -> None:

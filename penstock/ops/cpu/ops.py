@@ -13,7 +13,7 @@ import torch
 from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu.dtypes import CACHE_TYPES
-from penstock.ops.cpu.library import Cache, KeyValueRows, Step, loaded
+from penstock.ops.cpu.library import Cache, KeyValueRows, StepStruct, loaded
 from penstock.ops.cpu.lora import lora_slots
 from penstock.ops.cpu.sampling import choose_tokens
 from penstock.ops.sampling_cpu import draw_from_share
@@ -119,7 +119,7 @@ def rotate_pair(
     are_dense = _heads_are_dense(query) and _heads_are_dense(key)
     if not (are_dense and _are_angles(cos, sin, query, key)):
         return reference.rotate_pair(query, key, cos, sin)
-    step = Step(
+    step = StepStruct(
         rows=query.shape[0], cos=cos.data_ptr(), sin=sin.data_ptr(), angle_stride=cos.stride(0),
         half=cos.shape[-1],
     )  # fmt: skip
@@ -209,11 +209,11 @@ def packed_step_of(
     query_starts: torch.Tensor,
     rows: int,
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,  # [rows, 1, half] each
-) -> Step:
+) -> StepStruct:
     """A step without a cache, as the library takes it. Valid while its tensors live."""
     num_requests = len(query_starts) - 1
     assert _is_vector(query_starts, _I32, num_requests + 1), f"{query_starts.dtype} starts"
-    step = Step(query_starts=query_starts.data_ptr(), num_requests=num_requests, rows=rows)
+    step = StepStruct(query_starts=query_starts.data_ptr(), num_requests=num_requests, rows=rows)
     if angles is not None:
         cos, sin = angles
         for x in angles:
@@ -229,7 +229,7 @@ def packed_step_of(
 
 def step_of(
     metadata: AttentionMetadata, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
-) -> Step:
+) -> StepStruct:
     """A step as the library takes it. Valid while its tensors live.
 
     The library checks the values itself. With angles, this is built once per step, and everything
@@ -239,7 +239,7 @@ def step_of(
     slots = metadata.slot_mapping
     num_requests, width = table.shape
     rows = len(slots)
-    step = Step(
+    step = StepStruct(
         starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), table.stride(0), width,
         num_requests, slots.data_ptr(), rows,
     )  # fmt: skip

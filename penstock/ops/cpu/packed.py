@@ -8,7 +8,7 @@ import torch
 
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.cpu.dtypes import BLOCK_TYPES, FLOAT_TYPES
-from penstock.ops.cpu.library import WeightPart, Weights, loaded
+from penstock.ops.cpu.library import WeightPart, WeightsStruct, loaded
 
 _library = loaded()
 _packed_bytes = _library.penstock_packed_bytes
@@ -58,7 +58,7 @@ class PackedLinear:
             self.out_features += part.shape[0]
         self._array = array
 
-    def weights(self, bias: torch.Tensor | None) -> Weights:
+    def weights(self, bias: torch.Tensor | None) -> WeightsStruct:
         """The weights as the library takes them. Valid while this object and the bias live."""
         pointer = None
         if bias is not None:
@@ -66,7 +66,7 @@ class PackedLinear:
             assert bias.shape == (self.out_features,), f"a bias {list(bias.shape)}"
             assert bias.is_contiguous(), "a bias is read as it lies"
             pointer = bias.data_ptr()
-        return Weights(ctypes.addressof(self._array), len(self._parts), pointer)
+        return WeightsStruct(ctypes.addressof(self._array), len(self._parts), pointer)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in_features] float32 -> [n, out_features]."""

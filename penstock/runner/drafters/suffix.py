@@ -115,7 +115,7 @@ class PastOutputs:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _SlotRequest:
     """What is kept of a request in a slot."""
 
     request_id: str
@@ -131,7 +131,7 @@ class SuffixDrafter(HostDrafter):
         self.min_chance = min_chance
         self._rules = rules
         self._past = past
-        self._requests: dict[int, _Request] = {}  # by slot
+        self._requests: dict[int, _SlotRequest] = {}  # by slot
         self._texts: dict[int, Occurrences] = {}  # by slot: prompt and output
 
     def add(self, slot: int, request: NewRequest) -> None:
@@ -140,7 +140,7 @@ class SuffixDrafter(HostDrafter):
             return
         self._past.forget(request.request_id)
         start = max(request.num_prompt_tokens - ANCHORS[0], 0)
-        self._requests[slot] = _Request(request.request_id, request.cache_salt, start)
+        self._requests[slot] = _SlotRequest(request.request_id, request.cache_salt, start)
 
     def enter(self, slot: int, request: NewRequest) -> None:
         self._texts[slot] = texts = Occurrences()

@@ -51,7 +51,7 @@ def usable_connections(num_asked: int) -> int:
 
 
 @dataclass
-class _Wait:
+class _IdleWait:
     """A phase in which the server waits for a connection."""
 
     cycle: Any  # uvicorn's last request on this connection, or None
@@ -75,7 +75,7 @@ class ConnectionWatch:
         self._interval_s = min(read_timeout_s, write_timeout_s) / CHECKS_PER_LIMIT
         self._last_look: float | None = None
         self._elapsed_s = 0.0  # the clock of `check`
-        self._waits: WeakKeyDictionary[Any, _Wait] = WeakKeyDictionary()
+        self._waits: WeakKeyDictionary[Any, _IdleWait] = WeakKeyDictionary()
 
     async def run(self, connections: Iterable[Any]) -> None:
         """Watch uvicorn's set of open connections until cancelled."""
@@ -102,7 +102,7 @@ class ConnectionWatch:
             return
         wait = self._waits.get(connection)
         if wait is None or wait.cycle is not connection.cycle or wait.is_writing != is_writing:
-            self._waits[connection] = _Wait(
+            self._waits[connection] = _IdleWait(
                 connection.cycle, now, is_writing, num_unsent, connection.num_resumes
             )
         elif is_writing and (

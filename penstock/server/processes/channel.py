@@ -63,7 +63,7 @@ KINDS: tuple[type[PenstockError], ...] = (
 )  # fmt: skip
 
 
-class Deltas(msgspec.Struct, tag=0, array_like=True):
+class DeltaBatch(msgspec.Struct, tag=0, array_like=True):
     """To an API process: what is new about its requests."""
 
     deltas: list[EngineDelta]
@@ -84,14 +84,14 @@ class Add(msgspec.Struct, tag=2, array_like=True):
     session: str | None
 
 
-class Finish(msgspec.Struct, tag=3, array_like=True):
+class FinishRequests(msgspec.Struct, tag=3, array_like=True):
     """To the parent: these have ended early."""
 
     request_ids: list[str]
     reason: FinishReason
 
 
-class Call(msgspec.Struct, tag=4, array_like=True):
+class ApiCall(msgspec.Struct, tag=4, array_like=True):
     """Run a method. Without a number, there is no answer."""
 
     number: int | None
@@ -105,13 +105,13 @@ class Cancel(msgspec.Struct, tag=5, array_like=True):
     number: int
 
 
-class Answer(msgspec.Struct, tag=6, array_like=True):
+class CallReply(msgspec.Struct, tag=6, array_like=True):
     number: int
     value: bytes = b"\xc0"  # nil
     problem: Problem | None = None
 
 
-Message = Deltas | Failed | Add | Finish | Call | Cancel | Answer
+Message = DeltaBatch | Failed | Add | FinishRequests | ApiCall | Cancel | CallReply
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode
@@ -154,7 +154,7 @@ class Channel(asyncio.Protocol):
 
     def tell(self, method: str, *args: Any) -> None:
         """Have the other end run a method, without an answer."""
-        self.send(Call(None, method, encode_args(args)))
+        self.send(ApiCall(None, method, encode_args(args)))
 
     async def call(self, result: type[T] | Any, method: str, *args: Any) -> T:
         """Have the other end run a method. Returns its result, which has the type `result`."""
@@ -162,7 +162,7 @@ class Channel(asyncio.Protocol):
             raise EngineDeadError("the process is gone")
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self.send(Call(number, method, encode_args(args)))
+        self.send(ApiCall(number, method, encode_args(args)))
         try:
             value = await answer
         except asyncio.CancelledError:
@@ -199,9 +199,9 @@ class Channel(asyncio.Protocol):
         del buffer[:begin]
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, Call):
+        if isinstance(message, ApiCall):
             self._on_call(message)
-        elif isinstance(message, Answer):
+        elif isinstance(message, CallReply):
             self._on_answer(message)
         elif isinstance(message, Cancel):
             if message.number in self._running:
@@ -209,7 +209,7 @@ class Channel(asyncio.Protocol):
         else:
             self._take(message)
 
-    def _on_answer(self, message: Answer) -> None:
+    def _on_answer(self, message: CallReply) -> None:
         answer = self._answers.get(message.number)
         if answer is None or answer.done():
             return
@@ -218,30 +218,30 @@ class Channel(asyncio.Protocol):
         else:
             answer.set_exception(message.problem.error())
 
-    def _on_call(self, call: Call) -> None:
+    def _on_call(self, call: ApiCall) -> None:
         try:
             value = run_method(self._target, call.method, call.args)
         except PenstockError as error:
             if call.number is not None:
-                self.send(Answer(call.number, problem=Problem.of(error)))
+                self.send(CallReply(call.number, problem=Problem.of(error)))
             return
         if inspect.isawaitable(value):
             assert call.number is not None, "coroutines are called, not told"
             task = asyncio.ensure_future(self._answer(call.number, value))
             self._running[call.number] = task
         elif call.number is not None:
-            self.send(Answer(call.number, encode(value)))
+            self.send(CallReply(call.number, encode(value)))
 
     async def _answer(self, number: int, work: Awaitable[Any]) -> None:
         try:
-            answer = Answer(number, encode(await work))
+            answer = CallReply(number, encode(await work))
         except PenstockError as error:
-            answer = Answer(number, problem=Problem.of(error))
+            answer = CallReply(number, problem=Problem.of(error))
         except asyncio.CancelledError:
             raise
         except Exception as error:
             logger.exception("A call failed")
-            answer = Answer(number, problem=Problem.of(error))
+            answer = CallReply(number, problem=Problem.of(error))
         finally:
             del self._running[number]
         self.send(answer)

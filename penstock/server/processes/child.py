@@ -18,10 +18,10 @@ from penstock.config import EngineConfig
 from penstock.engine.heap import return_large_blocks
 from penstock.engine.process import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 from penstock.protocol.errors import EngineDeadError, PenstockError
-from penstock.server.processes.channel import Channel, Deltas, Failed, Message, Problem
+from penstock.server.processes.channel import Channel, DeltaBatch, Failed, Message, Problem
 from penstock.server.processes.client import ParentClient
 from penstock.server.processes.common import ParentAdapters, ParentStore
-from penstock.server.processes.messages import AdapterInfo, Begin, Hello, Status
+from penstock.server.processes.messages import AdapterInfo, ApiHello, Begin, Status
 from penstock.server.serving import StopRequest, run_in_event_loop, serve_http
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ApiProcess:
         loop = asyncio.get_running_loop()
         self.channel = Channel(self, self._take, self._exit)
         self._stop = StopRequest()
-        self._hello: asyncio.Future[Hello] = loop.create_future()
+        self._hello: asyncio.Future[ApiHello] = loop.create_future()
         self._begin: asyncio.Future[Begin] = loop.create_future()
         self._client: ParentClient | None = None
         self._adapters: ParentAdapters | None = None
@@ -95,7 +95,7 @@ class ApiProcess:
         finally:
             service.close()
 
-    async def _start(self, hello: Hello) -> Service:
+    async def _start(self, hello: ApiHello) -> Service:
         """Load the frontend, and wait until the engines are loaded."""
         from penstock.observability.logs import setup_logging
 
@@ -148,7 +148,7 @@ class ApiProcess:
 
     def _take(self, message: Message) -> None:
         assert self._client is not None
-        if isinstance(message, Deltas):
+        if isinstance(message, DeltaBatch):
             self._client.take(message.deltas)
         else:
             assert isinstance(message, Failed)
@@ -156,7 +156,7 @@ class ApiProcess:
 
     # -- calls
 
-    def hello(self, hello: Hello) -> None:
+    def hello(self, hello: ApiHello) -> None:
         self._hello.set_result(hello)
 
     def begin(self, begin: Begin) -> None:

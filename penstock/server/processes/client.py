@@ -15,7 +15,7 @@ from penstock.engine.observer import Observer
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
-from penstock.server.processes.channel import Add, Channel, Failed, Finish
+from penstock.server.processes.channel import Add, Channel, Failed, FinishRequests
 from penstock.server.processes.messages import Begin, Status
 
 
@@ -133,14 +133,14 @@ class ParentClient:
         for record in known:
             self.ledger.retire(record, reason)
         if known:
-            self._channel.send(Finish([item.request_id for item in known], reason))
+            self._channel.send(FinishRequests([item.request_id for item in known], reason))
 
     def fail_all(self, error: Exception) -> None:
         """Fail all requests of this process now. Their streams raise `error`."""
         request_ids = list(self.ledger.records)
         self.ledger.fail_all(error)
         if request_ids:
-            self._channel.send(Finish(request_ids, FinishReason.ERROR))
+            self._channel.send(FinishRequests(request_ids, FinishReason.ERROR))
 
     async def call(self, method: str, *args: Any, replica: int | None = None) -> Any:
         return await self._channel.call(Any, "call_engines", method, list(args), replica)

@@ -20,8 +20,16 @@ from penstock.server.adapters.holds import AdapterVersion
 from penstock.server.adapters.registry import AdapterRegistry
 from penstock.server.http.exchange import HttpExchange
 from penstock.server.operations.metrics import ServerMetrics
-from penstock.server.processes.channel import Add, Channel, Deltas, Failed, Finish, Message, Problem
-from penstock.server.processes.messages import AdapterInfo, Begin, Entry, Hello, Status
+from penstock.server.processes.channel import (
+    Add,
+    Channel,
+    DeltaBatch,
+    Failed,
+    FinishRequests,
+    Message,
+    Problem,
+)
+from penstock.server.processes.messages import AdapterInfo, ApiHello, Begin, Entry, Status
 from penstock.server.responses.store import MemoryStore
 
 T = TypeVar("T")
@@ -87,7 +95,7 @@ class ApiLink:
         self._has_store = False  # it changes an entry
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def open(self, sock: socket.socket, hello: Hello) -> None:
+    async def open(self, sock: socket.socket, hello: ApiHello) -> None:
         await self.channel.open(sock)
         self.channel.tell("hello", hello)
 
@@ -129,7 +137,7 @@ class ApiLink:
         if isinstance(message, Add):
             self._add(message)
         else:
-            assert isinstance(message, Finish)
+            assert isinstance(message, FinishRequests)
             for request_id in message.request_ids:
                 self._requests.pop(request_id, None)
             self._parent.client.finish(message.request_ids, message.reason)
@@ -163,7 +171,7 @@ class ApiLink:
     def _flush(self) -> None:
         if self._deltas:
             deltas, self._deltas = self._deltas, []
-            self.channel.send(Deltas(deltas))
+            self.channel.send(DeltaBatch(deltas))
 
     # -- what it is told
 

@@ -13,7 +13,7 @@ from penstock.protocol.adapter import Adapter
 from penstock.server.responses.store import Stored, StoredConversation, StoredResponse
 
 
-class Hello(msgspec.Struct, frozen=True):
+class ApiHello(msgspec.Struct, frozen=True):
     """The first message to an API process, so that it can load its frontend."""
 
     number: int  # of all API processes that were started

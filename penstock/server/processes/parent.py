@@ -21,7 +21,7 @@ from penstock.server.adapters.registry import AdapterListener, AdapterRegistry
 from penstock.server.operations.metrics import ServerMetrics
 from penstock.server.processes.arrivals import Acceptor, Door
 from penstock.server.processes.link import ApiLink, Parent
-from penstock.server.processes.messages import Hello
+from penstock.server.processes.messages import ApiHello
 from penstock.server.responses.store import memory_store
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Child:
         self._died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._started_at = time.monotonic()
 
-    async def start(self, hello: Hello) -> None:
+    async def start(self, hello: ApiHello) -> None:
         """Start the process. Raises OSError if the system has no process, memory or file left."""
         with contextlib.ExitStack() as on_failure:
             ours, theirs = map(on_failure.enter_context, socket.socketpair())
@@ -114,7 +114,7 @@ class ApiProcesses(AdapterListener):
         link = ApiLink(self._parent, self._parent.links.remove)
         child = Child(link, next(self._numbers), self._on_door_close)
         version = self._client.config if self._client.info is not None else self._config
-        await child.start(Hello(child.number, self._config, self._server_config, version))
+        await child.start(ApiHello(child.number, self._config, self._server_config, version))
         self._parent.links.append(link)
         self._children.append(child)
         return child
