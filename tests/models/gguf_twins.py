@@ -197,6 +197,10 @@ TWINS = {
     "qwen2moe": Twin(
         "qwen2moe", "qwen2_moe", keys=EXPERT_KEYS, conversions=(stack_experts, squeeze_gates)
     ),
+    "qwen2vl": Twin("qwen2vl", "qwen2", metadata={"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": Twin("qwen3vl", "qwen3", metadata={"n_deepstack_layers": 3}),
+    "qwen3vlmoe": Twin("qwen3vlmoe", "qwen3_moe", {"mlp_only_layers": []}, keys=EXPERT_KEYS),
+    "mistral3": Twin("mistral3", "mistral", {"sliding_window": None}, conversions=PERMUTED),
     "qwen3moe": Twin("qwen3moe", "qwen3_moe", {"mlp_only_layers": []}, keys=EXPERT_KEYS),
     "mixtral": Twin("llama", "mixtral", keys=EXPERT_KEYS, conversions=PERMUTED),
     "gemma2": Twin(

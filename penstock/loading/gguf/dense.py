@@ -10,7 +10,7 @@ from penstock.loading.gguf.architecture import (
     GGUFArchitecture,
     biases,
 )
-from penstock.loading.gguf.metadata import Metadata
+from penstock.loading.gguf.metadata import Metadata, fail
 from penstock.loading.gguf.rules import (
     DECODER,
     FUSED_MLP,
@@ -44,6 +44,16 @@ def _granite(metadata: Metadata) -> dict[str, Any]:
         "attention_multiplier": metadata.number("attention.scale"),
         "logits_scaling": metadata.number("logit_scale", default=1.0),
     }
+
+
+def _mistral3(metadata: Metadata) -> dict[str, Any]:
+    if metadata.get("attention.temperature_scale") is not None:
+        fail(
+            metadata.file,
+            "queries that are scaled by their position (mistral3.attention.temperature_scale, of "
+            "Ministral 3) are not supported: take the model's safetensors",
+        )
+    return {"sliding_window": None}
 
 
 def _command_r(metadata: Metadata) -> dict[str, Any]:
@@ -142,6 +152,17 @@ DENSE: dict[str, GGUFArchitecture] = {
     "qwen2": GGUFArchitecture("Qwen 2", "Qwen2ForCausalLM", "qwen2", DECODER),
     "qwen3": GGUFArchitecture(
         "Qwen 3", "Qwen3ForCausalLM", "qwen3", {**DECODER, **HEAD_NORMS}, biases
+    ),
+    # Text has the same position in all three parts of M-RoPE, which only images need.
+    "qwen2vl": GGUFArchitecture(
+        "Qwen2-VL and Qwen2.5-VL", "Qwen2ForCausalLM", "qwen2", DECODER
+    ),
+    "qwen3vl": GGUFArchitecture(
+        "Qwen3-VL", "Qwen3ForCausalLM", "qwen3", {**DECODER, **HEAD_NORMS}, biases
+    ),
+    "mistral3": GGUFArchitecture(
+        "Mistral Small 3.1 and 3.2", "MistralForCausalLM", "mistral", {**DECODER, **PERMUTED},
+        _mistral3,
     ),
     "gemma2": GGUFArchitecture(
         "Gemma 2", "Gemma2ForCausalLM", "gemma2",

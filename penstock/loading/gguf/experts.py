@@ -193,6 +193,11 @@ SPARSE: dict[str, GGUFArchitecture] = {
         {**SPARSE_DECODER, **HEAD_NORMS},
         _qwen3moe, mlp="experts",
     ),
+    "qwen3vlmoe": GGUFArchitecture(
+        "Qwen3-VL with experts", "Qwen3MoeForCausalLM", "qwen3_moe",
+        {**SPARSE_DECODER, **HEAD_NORMS},
+        _qwen3moe, mlp="experts",
+    ),
     "deepseek2": GGUFArchitecture(
         "DeepSeek V2 to V3.1, R1, Kimi K2, GLM-4.7-Flash", "DeepseekV3ForCausalLM", "deepseek_v3",
         _DEEPSEEK, _deepseek2, mlp="mixed", attention="latent",
