@@ -18,9 +18,10 @@ from penstock.loading.adapters.config import AdapterConfig
 from penstock.loading.adapters.header import TensorInfo
 from penstock.loading.adapters.tensors import read_whole
 from penstock.loading.gguf.checkpoint import unpermute_rope
-from penstock.loading.gguf.config import MappedTensor, map_tensors
+from penstock.loading.gguf.config import map_tensors
 from penstock.loading.gguf.dequant import check_supported, dequantize
 from penstock.loading.gguf.file import GGML_TYPES, GGUFFile, GGUFTensor, parse_gguf
+from penstock.loading.gguf.mapping import MappedTensor
 from penstock.loading.gguf.rules import SplitExperts, Stored, UnpermuteRope
 from penstock.protocol.errors import AdapterError, ModelError
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from penstock.loading.gguf.config import MappedTensor, map_tensors
+from penstock.loading.gguf.config import map_tensors
 from penstock.loading.gguf.dequant import FLOAT_DTYPES, check_supported, dequantize
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor
-from penstock.loading.gguf.rules import HalfOfKVB, SplitExperts, Stored, UnpermuteRope
+from penstock.loading.gguf.mapping import MappedTensor
+from penstock.loading.gguf.rules import (
+    HalfOfKVB,
+    LeadingOnes,
+    Piece,
+    SplitExperts,
+    Stored,
+    Transform,
+    UnpermuteRope,
+)
 from penstock.loading.wanted import IsWanted, always
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf_recode import recode
@@ -26,12 +35,17 @@ class GGUFCheckpoint:
     """
 
     def __init__(
-        self, file: GGUFFile, config: dict[str, Any], native_types: Collection[str] = ()
+        self,
+        file: GGUFFile,
+        config: Mapping[str, Any],
+        native_types: Collection[str] = (),
+        tensors: Sequence[MappedTensor] | None = None,
     ) -> None:
+        """`tensors`: those of a vision tower; by default those of the language model."""
         self._file = file
         self._config = config
         self._native_types = native_types
-        self._tensors = map_tensors(file, config)
+        self._tensors = map_tensors(file, config) if tensors is None else tensors
         for mapped in self._tensors:
             check_supported(mapped.tensor, file.path)
 
@@ -39,12 +53,13 @@ class GGUFCheckpoint:
         return [
             name
             for mapped in self._tensors
-            if mapped.transform != HalfOfKVB("keys")  # joined with the values
+            if _ends_tensor(mapped.transform)
             for name, _ in _matrices(mapped)
         ]
 
     def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, Weight]]:
         halves: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        pieces: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
         for mapped in self._tensors:
             if not any(is_wanted(name) for name, _ in _matrices(mapped)):
                 continue
@@ -54,6 +69,16 @@ class GGUFCheckpoint:
                 if len(both) == 2:
                     del halves[mapped.name]
                     yield mapped.name, join_kv_b(mapped.name, **both)
+            elif isinstance(mapped.transform, Piece):
+                found = pieces[mapped.name]
+                found[mapped.transform.number] = self._floats(mapped)
+                if len(found) == mapped.transform.count:
+                    del pieces[mapped.name]
+                    yield mapped.name, join_pieces(mapped.name, found, mapped.transform)
+            elif isinstance(mapped.transform, LeadingOnes):
+                tensor = self._floats(mapped)
+                ones = (1,) * (mapped.transform.num_dims - tensor.dim())
+                yield mapped.name, tensor.view(*ones, *tensor.shape)
             elif isinstance(mapped.transform, Stored) and mapped.transform is not Stored.AS_VECTOR:
                 yield mapped.name, undo(mapped.transform, self._floats(mapped), mapped.name)
             else:
@@ -108,6 +133,13 @@ class GGUFCheckpoint:
         return unpermute_rope(rows, self._config[mapped.transform.heads])
 
 
+def _ends_tensor(transform: Transform | None) -> bool:
+    """Whether a tensor is one of the model's, or the last part of one."""
+    if isinstance(transform, Piece):
+        return transform.number == transform.count - 1
+    return transform != HalfOfKVB("keys")  # which is joined with the values
+
+
 def _matrices(mapped: MappedTensor) -> list[tuple[str, GGUFTensor]]:
     """The Hugging Face tensors that a GGUF tensor contains, in order."""
     tensor = mapped.tensor
@@ -153,3 +185,14 @@ def join_kv_b(name: str, keys: torch.Tensor, values: torch.Tensor) -> torch.Tens
             f"tensor {name}: keys {list(keys.shape)} and values {list(values.shape)} do not match"
         )
     return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+def join_pieces(name: str, pieces: Mapping[int, torch.Tensor], piece: Piece) -> torch.Tensor:
+    """Join the tensors of all pieces, by their numbers."""
+    ordered = [pieces[number] for number in range(piece.count)]
+    is_stacked = piece.kind == "frames"
+    shapes = {each.shape if is_stacked else each.shape[1:] for each in ordered}
+    if len(shapes) > 1:
+        found = ", ".join(str(list(each.shape)) for each in ordered)
+        raise ModelError(f"tensor {name}: its {piece.count} parts do not match: {found}")
+    return torch.stack(ordered, dim=2) if is_stacked else torch.cat(ordered)

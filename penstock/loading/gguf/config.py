@@ -7,34 +7,16 @@ their tensor names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.loading.gguf.architecture import GGUFArchitecture
 from penstock.loading.gguf.architectures import architecture_of
 from penstock.loading.gguf.end_tokens import end_token_ids
-from penstock.loading.gguf.file import GGUFFile, GGUFTensor
+from penstock.loading.gguf.file import GGUFFile
+from penstock.loading.gguf.mapping import MappedTensor, apply_rules
 from penstock.loading.gguf.metadata import LAYER_OF_TENSOR, Metadata, fail, find_tensor
 from penstock.loading.gguf.rope import rope_scaling
-from penstock.loading.gguf.rules import (
-    HalfOfKVB,
-    Rule,
-    SplitExperts,
-    Stored,
-    Transform,
-    UnpermuteRope,
-)
 from penstock.loading.gguf.shapes import check_sizes
-
-
-@dataclass(frozen=True)
-class MappedTensor:
-    """A tensor of a GGUF file under its Hugging Face name."""
-
-    name: str
-    tensor: GGUFTensor
-    transform: Transform | None
-    scale: GGUFTensor | None = None  # factor of the whole tensor, or of each expert
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -105,71 +87,19 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[MappedTensor]
     Raises ModelError for tensors that the architecture does not know.
     """
     architecture = architecture_of(file)
-    mapped: list[MappedTensor] = []
-    unknown: list[str] = []
-    for tensor in file.tensors.values():
-        layer = LAYER_OF_TENSOR.match(tensor.name)
+
+    def is_left_out(name: str) -> bool:
+        layer = LAYER_OF_TENSOR.match(name)
         is_extra = layer is not None and int(layer.group(1)) >= config["num_hidden_layers"]
-        if is_extra or tensor.name in architecture.tables or _is_scale(file, tensor):
-            continue
-        found = _find_rule(architecture.rules, LAYER_OF_TENSOR.sub("blk.{n}.", tensor.name))
-        if found is None:
-            unknown.append(tensor.name)
-            continue
-        rule, ending = found
-        _check_transform(file, tensor, rule.transform, config)
-        name = rule.name.replace("{n}", layer.group(1) if layer else "") + ending
-        scale = file.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
-        mapped.append(MappedTensor(name, tensor, rule.transform, scale))
-    if unknown:
-        fail(
-            file,
-            f"{len(unknown)} tensors that the architecture {architecture.model_type!r} does not "
-            f"have: {', '.join(sorted(unknown)[:4])}{' ...' if len(unknown) > 4 else ''}",
-        )
-    return mapped
+        return is_extra or name in architecture.tables
 
-
-def _is_scale(file: GGUFFile, tensor: GGUFTensor) -> bool:
-    """Whether a tensor only scales another, as in NVFP4, or that other's input."""
-    stem, _, kind = tensor.name.rpartition(".")
-    return kind in ("scale", "input_scale") and f"{stem}.weight" in file.tensors
-
-
-def _find_rule(rules: Mapping[str, Rule], name: str) -> tuple[Rule, str] | None:
-    """A tensor's rule, and the suffix to append to the rule's name."""
-    rule = rules.get(name)
-    if rule is not None and rule.is_whole:
-        return rule, ""
-    stem, _, kind = name.rpartition(".")
-    rule = rules.get(stem)
-    if rule is None or rule.is_whole or kind not in ("weight", "bias"):
-        return None
-    return rule, f".{kind}"
-
-
-def _check_transform(
-    file: GGUFFile, tensor: GGUFTensor, transform: Transform | None, config: Mapping[str, Any]
-) -> None:
-    """Refuse a shape that a transform cannot be reversed for."""
-    shape = tensor.shape
-    if isinstance(transform, UnpermuteRope):
-        heads = config[transform.heads]
-        is_plain_bias = len(shape) == 1 and tensor.type.block_size == 1
-        if not (is_plain_bias or len(shape) == 2) or shape[0] % (2 * heads):
-            fail(
-                file,
-                f"tensor {tensor.name!r} ({tensor.type.name}, shape {list(shape)}) does not "
-                f"split into {heads} heads",
-            )
-    elif isinstance(transform, SplitExperts):
-        dims = 2 if tensor.name.endswith(".bias") else 3
-        if len(shape) != dims or shape[1] % len(transform.parts):
-            fail(file, f"tensor {tensor.name!r} must have {dims} dimensions, got {list(shape)}")
-    elif isinstance(transform, HalfOfKVB) and len(shape) != 3:
-        fail(file, f"tensor {tensor.name!r} must have 3 dimensions, got {list(shape)}")
-    elif transform is Stored.SQUEEZED and len(shape) != 2:
-        fail(file, f"tensor {tensor.name!r} must have 2 dimensions, got {list(shape)}")
+    return apply_rules(
+        file,
+        architecture.rules,
+        config,
+        is_left_out,
+        f"the architecture {architecture.model_type!r}",
+    )
 
 
 def _dtype(file: GGUFFile) -> str:

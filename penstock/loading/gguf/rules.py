@@ -48,7 +48,26 @@ class HalfOfKVB:
     half: Literal["keys", "values"]
 
 
-Transform = UnpermuteRope | SplitExperts | HalfOfKVB | Stored
+@dataclass(frozen=True)
+class Piece:
+    """One of several tensors that we have as one: rows after rows, or frames of a filter.
+
+    A filter [out, channels, frames, height, width] is stored as one tensor for each frame.
+    """
+
+    number: int  # from 0 on
+    count: int
+    kind: Literal["rows", "frames"] = "rows"
+
+
+@dataclass(frozen=True)
+class LeadingOnes:
+    """A tensor with `num_dims` dimensions, of which converters drop leading ones of size 1."""
+
+    num_dims: int
+
+
+Transform = UnpermuteRope | SplitExperts | HalfOfKVB | Piece | LeadingOnes | Stored
 
 
 @dataclass(frozen=True)
