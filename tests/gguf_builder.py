@@ -128,7 +128,7 @@ def write_gguf(
     own_arch = values.pop("general.architecture", arch)
     writer = gguf.GGUFWriter(path, own_arch, split_max_tensors=tensors_a_file)
     for key, value in values.items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     floats: dict[str, np.ndarray] = {}
     in_turn = itertools.cycle(types or [type_name])
     for name, shape in tensor_shapes(arch, tied).items():
@@ -151,7 +151,7 @@ def write_gguf(
     return floats
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool):

@@ -54,6 +54,7 @@ LONG_FILES = (  # the longest first
     "server/test_hostile_load.py",
     "server/test_images.py",
     "models/test_vision.py",
+    "models/test_gguf_vision.py",
     "engine/test_any_mix.py",
     "engine/test_pipeline_stages.py",
     "engine/test_gemma_gguf.py",

@@ -175,8 +175,10 @@ class Reference:
 class InProcessMedia:
     """Stands in for the pool of confined processes, whose start takes seconds."""
 
-    def __init__(self, folder: Path) -> None:
-        self._setup = msgspec.json.encode(MediaSetup(str(folder)))
+    def __init__(self, model: Path | bytes) -> None:
+        """`model`: a checkpoint's folder, or the setup of its processes."""
+        is_folder = isinstance(model, Path)
+        self._setup = msgspec.json.encode(MediaSetup(str(model))) if is_folder else model
         self._work: Callable[[bytes], bytes] | None = None
 
     def submit(self, payload: bytes, tenant: str = "") -> InProcessMedia:

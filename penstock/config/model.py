@@ -41,6 +41,11 @@ class ModelConfig:
         False, "Do not load a tokenizer. Prompts must be token IDs, and outputs have no text."
     )
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face model ID.")
+    mmproj: str | None = option(
+        None,
+        "The vision tower of a .gguf file: another .gguf file, whose name usually begins with "
+        "mmproj. Default: the one in the same folder, if any. none: take text only.",
+    )
     hf_overrides: dict[str, Any] | None = option(
         None,
         "Settings as JSON that replace those of the model's config.json, such as "

@@ -8,10 +8,10 @@ flat matrices to rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,8 @@ from tqdm import tqdm
 from penstock.config import LoadConfig
 from penstock.loading.bitsandbytes import BitsAndBytesCheckpoint, has_flat_matrices
 from penstock.loading.gguf.checkpoint import GGUFCheckpoint
+from penstock.loading.gguf.file import GGUFFile
+from penstock.loading.gguf.mmproj import map_tower
 from penstock.loading.source import ModelSource, read_json
 from penstock.loading.wanted import IsWanted, always
 from penstock.ops.blocks import Weight
@@ -47,7 +49,10 @@ def open_checkpoint(
     Matrices of a GGUF file with a type in `native_types` are not dequantized.
     """
     if source.gguf is not None:
-        return GGUFCheckpoint(source.gguf, source.config, native_types)
+        model = GGUFCheckpoint(source.gguf, source.config, native_types)
+        if source.mmproj is None:
+            return model
+        return JoinedCheckpoint(model, tower_checkpoint(source.mmproj, source.config))
     checkpoint: Checkpoint
     if load.load_format == "pt":
         checkpoint = PickleCheckpoint(source.tensor_files)
@@ -55,6 +60,25 @@ def open_checkpoint(
         checkpoint = SafetensorsCheckpoint(source.tensor_files)
     is_flat = has_flat_matrices(checkpoint.names())
     return BitsAndBytesCheckpoint(checkpoint) if is_flat else checkpoint
+
+
+def tower_checkpoint(mmproj: GGUFFile, config: Mapping[str, Any]) -> GGUFCheckpoint:
+    """The tensors of a vision tower, all dequantized."""
+    return GGUFCheckpoint(mmproj, config["vision_config"], (), map_tower(mmproj, config))
+
+
+class JoinedCheckpoint:
+    """The tensors of several checkpoints, one after the other."""
+
+    def __init__(self, *parts: Checkpoint) -> None:
+        self._parts = parts
+
+    def names(self) -> list[str]:
+        return [name for part in self._parts for name in part.names()]
+
+    def tensors(self, is_wanted: IsWanted = always) -> Iterator[tuple[str, Weight]]:
+        for part in self._parts:
+            yield from part.tensors(is_wanted)
 
 
 def read_floats(checkpoint: Checkpoint, title: str) -> Iterator[tuple[str, torch.Tensor]]:

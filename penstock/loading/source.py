@@ -17,6 +17,7 @@ from penstock.config.quantization import find_quantization_config
 from penstock.loading.fetch import Downloader, locate
 from penstock.loading.gguf.config import config_from_gguf, generation_config_from_gguf
 from penstock.loading.gguf.file import GGUFFile
+from penstock.loading.gguf.mmproj import NONE, config_with_tower, find_mmproj, read_mmproj
 from penstock.loading.gguf.split import choose_gguf, read_model
 from penstock.loading.hub import Snapshot, fetch_from_hub
 from penstock.loading.text_config import settle_ties, text_settings
@@ -51,6 +52,7 @@ class ModelSource:
     modules_folder: Path | None = None  # the one with sentence-transformers' modules.json
     adapter: Path | None = None  # a LoRA adapter to merge into the weights
     adapter_digest: str | None = None  # included in the fingerprint
+    mmproj: GGUFFile | None = None  # the vision tower of a GGUF model
 
 
 def resolve_source(
@@ -92,14 +94,15 @@ def _resolve_model(
     if path.is_dir():
         gguf_path = _gguf_inside(path, load)
         if gguf_path is None:
+            _check_no_mmproj(model, path)
             return _from_folder(name, path, load, overrides)
-        return _from_gguf(name, gguf_path, overrides)
+        return _from_gguf(name, gguf_path, model)
     if load.load_format not in ("auto", "gguf", "dummy"):
         raise ModelError(
             f"load_format {load.load_format} reads folders, but {path} is a file: "
             "drop load_format for a .gguf file"
         )
-    return _from_gguf(name, path, overrides, dummy=load.load_format == "dummy")
+    return _from_gguf(name, path, model, dummy=load.load_format == "dummy")
 
 
 def _gguf_inside(folder: Path, load: LoadConfig) -> Path | None:
@@ -114,12 +117,17 @@ def _gguf_inside(folder: Path, load: LoadConfig) -> Path | None:
     return choose_gguf(folder, ggufs) if ggufs else None
 
 
-def _from_gguf(
-    name: str, path: Path, overrides: Mapping[str, Any], dummy: bool = False
-) -> ModelSource:
+def _from_gguf(name: str, path: Path, model: ModelConfig, dummy: bool = False) -> ModelSource:
     gguf = read_model(path)
     paths = gguf.paths or (path,)
-    config = _overridden(config_from_gguf(gguf), overrides)
+    config = config_from_gguf(gguf)
+    mmproj = None
+    mmproj_path = find_mmproj(path, model.mmproj)
+    if mmproj_path is not None:
+        mmproj = read_mmproj(mmproj_path)
+        config = config_with_tower(config, gguf, mmproj)
+        paths = (*paths, mmproj_path)
+    config = _overridden(config, model.hf_overrides or {})
     return ModelSource(
         name=name,
         path=path,
@@ -128,8 +136,17 @@ def _from_gguf(
         generation_config=generation_config_from_gguf(gguf),
         tensor_files=() if dummy else paths,
         gguf=gguf,
+        mmproj=mmproj,
         fingerprint=_fingerprint(config, paths),
     )
+
+
+def _check_no_mmproj(model: ModelConfig, folder: Path) -> None:
+    if model.mmproj not in (None, NONE):
+        raise ModelError(
+            f"mmproj={model.mmproj} is for a .gguf file, but {folder} has safetensors, which "
+            "include the vision tower: drop mmproj"
+        )
 
 
 def _from_folder(

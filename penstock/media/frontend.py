@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import threading
@@ -54,14 +55,19 @@ class MediaFrontend:
     """Thread-safe. The processes start with the first item."""
 
     def __init__(
-        self, config: MediaConfig, source: ModelSource, width: int, limits: Limits = LIMITS
+        self,
+        config: MediaConfig,
+        source: ModelSource,
+        make_setup: Callable[[], MediaSetup],
+        width: int,
+        limits: Limits = LIMITS,
     ) -> None:
         self.config = config
         self.width = width  # of an embedding
         self.fetcher = MediaFetcher(config)
-        self.pool = ConfinedPool(
-            ENTRY, lambda: msgspec.json.encode(MediaSetup(str(source.path))), limits
-        )
+        # Kept for later processes: a tokenizer from GGUF takes seconds.
+        encoded = functools.cache(lambda: msgspec.json.encode(make_setup()))
+        self.pool = ConfinedPool(ENTRY, encoded, limits)
         self._kind = source.fingerprint
         self._folder = MediaFolder()
         self._lock = threading.Lock()

@@ -11,6 +11,8 @@ from penstock.protocol.media import MediaTensor, Modality
 
 class MediaSetup(msgspec.Struct, frozen=True):
     folder: str  # of the checkpoint
+    # The files of a checkpoint that has no such folder, by name.
+    files: dict[str, str] = {}
 
 
 class DescribeProcessor(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,9 @@ MAX_FACT = 64  # integers; a larger tensor goes to the file
 
 def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    folder = msgspec.json.decode(setup, type=MediaSetup).folder
-    processor = load_processor(folder)
-    info = describe(processor, read_settings(Path(folder) / "config.json"))
+    with checkpoint_folder(msgspec.json.decode(setup, type=MediaSetup)) as folder:
+        processor = load_processor(folder)
+        info = describe(processor, read_settings(Path(folder) / "config.json"))
     read = msgspec.msgpack.Decoder(MediaRequest).decode
 
     def work(job: bytes) -> bytes:
@@ -47,6 +49,18 @@ def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
             return msgspec.msgpack.encode(ProcessedMedia(error=str(error)))
 
     return work
+
+
+@contextmanager
+def checkpoint_folder(setup: MediaSetup) -> Iterator[str]:
+    """The folder of the processor's files, which need not exist afterwards."""
+    if not setup.files:
+        yield setup.folder
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in setup.files.items():
+            (Path(folder) / name).write_text(text)
+        yield folder
 
 
 def describe(processor: Any, config: Mapping[str, Any]) -> ProcessorInfo:

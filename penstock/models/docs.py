@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from penstock.loading.gguf.architectures import ARCHITECTURES as GGUF_ARCHITECTURES
+from penstock.loading.gguf.towers import TOWERS
 from penstock.models.architectures import (
     ARCHITECTURES,
     ENCODERS,
@@ -83,10 +84,32 @@ from it (`tests/engine/test_gemma_gguf.py`).
 
 - The models of the last rows run on the [transformers fallback](#transformers-fallback).
 - A model that is split into several files is named by the first, `model-00001-of-00003.gguf`.
-- Multi-token-prediction (MTP) layers and vision towers are not loaded.
+- Multi-token-prediction (MTP) layers are not loaded.
 - Some settings are missing from the files, so those of the published models are used: the
   attention scale of Gemma 2 and 3 27B, the chunks, temperatures and norms of Llama 4, the rounding
   of gpt-oss's YaRN.
+"""
+
+_TOWERS = """
+### Vision towers in GGUF files
+
+The vision tower of a GGUF model is in a file of its own, whose name usually begins with `mmproj`.
+It is read if it is in the same folder as the model's file, or if [`--mmproj`](vision.md#gguf-files)
+names it. Files with these values of `clip.projector_type` are supported, for language models with
+these values of `general.architecture`:
+
+| in the file | models | language model |
+|---|---|---|
+"""
+
+_TOWERS_VERIFIED = """
+**Verification.** A small checkpoint of each is written as two GGUF files, with the gguf package's
+tensor names and the changes that llama.cpp's converter makes (`tests/models/gguf_vision_files.py`).
+They give transformers' tokens for prompts with images (`tests/models/test_gguf_vision.py`).
+
+- The tower's weights are dequantized.
+- Settings that the files do not have are those of the published models: the limits of an image's
+  size and the windows of Qwen's towers, and how pixels are resized.
 """
 
 _FALLBACK = """
@@ -145,12 +168,17 @@ def render() -> str:
         for name, known in VISION.items()
     ]
     files = [f"| `{name}` | {known.models} |\n" for name, known in GGUF_ARCHITECTURES.items()]
+    towers = [
+        f"| `{name}` | {known.models} | {_listed(tuple(known.classes))} |\n"
+        for name, known in TOWERS.items()
+    ]
     others = [f"| `{name}` | {_listed(on)} |\n" for name, on in sorted(RUN_BY_TRANSFORMERS.items())]
     kinds = textwrap.fill(_listed(LOGITS_BY_TRANSFORMERS), 98, break_on_hyphens=False) + ".\n"
     table = (*rows, "\n", *remarks)
     fallback = (_FALLBACK, *others, _LOGITS, kinds)
     models = (_INTRODUCTION, *table, _VISION, *vision, _ENCODERS, *encoders)
-    return "".join((*models, _GGUF, *files, _GGUF_VERIFIED, *fallback))
+    files += [_GGUF_VERIFIED, _TOWERS, *towers, _TOWERS_VERIFIED]
+    return "".join((*models, _GGUF, *files, *fallback))
 
 
 def _listed(variants: tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh, RankGroup
+from penstock.loading.gguf.mmproj import NONE
 from penstock.loading.source import ModelSource
 from penstock.models.base import Hidden, Model
 from penstock.platforms.platform import Platform
@@ -51,7 +52,7 @@ class DraftSetup:
     def config_of(self, name: str, quantization: str | None = None) -> EngineConfig:
         """The configuration of a model that drafts."""
         config = self.config
-        model = replace(config.model, model=name, revision=None, hf_overrides=None)
+        model = replace(config.model, model=name, revision=None, mmproj=NONE, hf_overrides=None)
         load = replace(config.load, quantization=quantization, merge_lora=None)
         parallel = replace(config.parallel, tensor_parallel_size=self.draft_mesh.tp.size)
         media = replace(config.media, language_model_only=True)  # drafters read tokens

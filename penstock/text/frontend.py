@@ -426,8 +426,11 @@ def open_media(
     """Let the frontend take media, if the engine does."""
     if limits.encoder_rows:
         from penstock.media.frontend import MediaFrontend  # most models need none of it
+        from penstock.text.gguf_processor import media_setup
 
-        frontend.media = MediaFrontend(config, source, limits.encoder_width)
+        frontend.media = MediaFrontend(
+            config, source, lambda: media_setup(source), limits.encoder_width
+        )
 
 
 def check_salt(cache_salt: str | None) -> None:

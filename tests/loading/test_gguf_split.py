@@ -102,4 +102,5 @@ def test_two_split_models_in_a_folder_are_listed_by_their_first_files(split: Pat
 
 def test_what_reads_images_beside_a_model_is_not_taken_for_one(split: Path) -> None:
     shutil.copy(part(split, 1), split / "mmproj-model-f16.gguf")
-    assert resolve(split).path == part(split, 1)
+    source = resolve_source(ModelConfig(model=str(split), mmproj="none"), LoadConfig())
+    assert source.path == part(split, 1)

@@ -16,6 +16,8 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {**DENSE, **SPARSE, **RECURRENT, **
 def architecture_of(file: GGUFFile) -> GGUFArchitecture:
     """The architecture of a file. Raises ModelError if it is not in ARCHITECTURES."""
     name = file.metadata.get("general.architecture")
+    if name == "clip":
+        fail(file, "a vision tower without its language model: pass the language model's file")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         fail(
             file,

@@ -56,6 +56,14 @@ class Metadata:
         # Stored as float32. The shortest decimal is what config.json had (1e-05, not 9.99..e-06).
         return float(str(np.float32(value)))
 
+    def numbers(self, key: str, count: int) -> list[float]:
+        """`count` numbers, each as in `number`."""
+        values = self.get(key)
+        is_right = isinstance(values, list) and len(values) == count
+        if not is_right or not all(type(each) is float and math.isfinite(each) for each in values):
+            self._fail_value(key, values, f"{count} numbers")
+        return [float(str(np.float32(value))) for value in values]
+
     def difference(self, key: str, size: int) -> int:
         """An integer minus `size`, which is a part of it."""
         whole = self.integer(key)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor, read_gguf
 from penstock.loading.gguf.metadata import fail
+from penstock.loading.gguf.mmproj import is_mmproj
 from penstock.protocol.errors import ModelError
 
 _NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
@@ -74,7 +75,7 @@ def choose_gguf(folder: Path, paths: Sequence[Path]) -> Path:
 
     Vision encoders (`mmproj-...`) beside a model do not count.
     """
-    texts = [path for path in paths if not path.name.startswith("mmproj")]
+    texts = [path for path in paths if not is_mmproj(path)]
     matches = {path: _NAME.fullmatch(path.name) for path in texts or paths}
     firsts = [
         path

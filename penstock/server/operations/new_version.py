@@ -13,6 +13,7 @@ from penstock.protocol.errors import InputError
 from penstock.server.run import system_fingerprint
 from penstock.server.service import Service
 from penstock.text.frontend import Frontend
+from penstock.text.gguf_processor import media_setup
 
 
 async def roll_to(service: Service, model: str, timeout_s: float) -> None:
@@ -71,5 +72,7 @@ def find_version(asked: EngineConfig, present: Frontend) -> Version:
         )
     frontend.pool, frontend.pooling = present.pool, present.pooling
     if present.media is not None:
-        frontend.media = MediaFrontend(config.media, source, present.media.width)
+        frontend.media = MediaFrontend(
+            config.media, source, lambda: media_setup(source), present.media.width
+        )
     return Version(config, frontend, system_fingerprint(config, source.fingerprint))
