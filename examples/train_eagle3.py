@@ -8,7 +8,7 @@ or `penstock serve ./head`, which names the model that it was trained for.
 Takes some minutes on two CPU cores. While the model generates, a drafter that proposes nothing
 records the hidden states that a head will read. The head then learns to predict the model's next
 tokens from them: the first from the model's states, each further one from its own. At the end the
-engine serves prompts that were not trained on, with the head, and tells how many drafts held.
+engine serves prompts that were not trained on, with the head, and prints how many drafts were accepted.
 docs/speculation.md has the numbers.
 """
 
@@ -325,7 +325,7 @@ def save(head: Head, folder: Path, recorder: Recorder, vocabulary: Tensor, num_d
 def measure(
     folder: Path, prompts: Sequence[Any], num_tokens: int, num_drafts: int, **options: Any
 ) -> list[float]:
-    """The share of proposals whose first draft held, whose first two did, and so on."""
+    """The share of proposals whose first draft was accepted, whose first two were, and so on."""
     config = {
         "method": "eagle3",
         "model": str(folder),
@@ -336,7 +336,7 @@ def measure(
         generate(llm, prompts, num_tokens)
         stats = llm.engine.speculation_stats()
         assert stats is not None
-        return [held / stats.num_drafts for held in stats.num_accepted_tokens_per_pos]
+        return [count / stats.num_drafts for count in stats.num_accepted_tokens_per_pos]
 
 
 def main() -> None:
@@ -365,7 +365,7 @@ def main() -> None:
     save(head, args.output, recorder, vocabulary, args.drafts)
     shares = measure(args.output, prompts[:NUM_TESTED], args.max_tokens, args.drafts, **options)
     for position, share in enumerate(shares, start=1):
-        print(f"the first {position} of the drafts held in {share:.0%} of the steps")
+        print(f"the first {position} of the drafts were accepted in {share:.0%} of the steps")
     print(f"{1 + sum(shares):.2f} tokens per step. Wrote the head to {args.output}")
 
 
