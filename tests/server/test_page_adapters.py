@@ -37,5 +37,9 @@ def test_adapters_can_be_chosen_and_new_ones_appear(
     wait_for_answer(page)
     page.get_by_role("button", name="Server").click()
     expect(page.locator("#adapters li")).to_have_text(
-        ["Running requests: none", "Waiting requests: none", re.compile(r"In host memory: [12]")]
+        [
+            "Adapters of running requests: none",
+            "Adapters of waiting requests: none",
+            re.compile(r"Adapters in host memory: [12]"),
+        ]
     )

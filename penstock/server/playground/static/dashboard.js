@@ -127,9 +127,9 @@ export class Dashboard {
     const { running, waiting, loaded } = adapters;
     const names = (list) => list.join(", ") || "none";
     $("adapters").replaceChildren(
-      element("li", {}, `Running requests: ${names(running)}`),
-      element("li", {}, `Waiting requests: ${names(waiting)}`),
-      element("li", {}, `In host memory: ${loaded}`),
+      element("li", {}, `Adapters of running requests: ${names(running)}`),
+      element("li", {}, `Adapters of waiting requests: ${names(waiting)}`),
+      element("li", {}, `Adapters in host memory: ${loaded}`),
     );
   }
 
