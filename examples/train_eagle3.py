@@ -8,8 +8,8 @@ or `penstock serve ./head`, which names the model that it was trained for.
 Takes some minutes on two CPU cores. While the model generates, a drafter that proposes nothing
 records the hidden states that a head will read. The head then learns to predict the model's next
 tokens from them: the first from the model's states, each further one from its own. At the end the
-engine serves prompts that were not trained on, with the head, and prints how many drafts were accepted.
-docs/speculation.md has the numbers.
+engine serves prompts that were not trained on, with the head, and prints how many drafts were
+accepted. docs/speculation.md has the numbers.
 """
 
 from __future__ import annotations
