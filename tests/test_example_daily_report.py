@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import date
@@ -278,6 +279,18 @@ def test_a_server_is_asked_for_the_schema(
     assert {body["model"] for body in bodies} == {"served"}
     assert all(body["response_format"]["json_schema"]["strict"] for body in bodies)
     assert example.main([*arguments[:-1], "http://127.0.0.1:1/v1", "-o", str(output)]) == 2
+
+
+def test_the_folder_is_run_as_its_page_says(
+    repository: Repository, server: Any, tmp_path: Path
+) -> None:
+    url, _ = server
+    repository.commit("one", {"a": b"1\n"})
+    output = tmp_path / "page.md"
+    arguments = ["--repo", str(repository.path), "--day", str(DAY), "--url", url]
+    arguments += ["--cache", str(tmp_path / "cache"), "-o", str(output)]
+    subprocess.run([sys.executable, FOLDER, *arguments], cwd=Path(__file__).parents[1], check=True)
+    assert "## Medium importance (1)" in output.read_text()
 
 
 def test_the_default_model_answers_in_the_shape_asked_for(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from scripts import load_script
+from worded_models import save_worded_model
 
 from penstock.loading.adapters.source import adapter_digest, locate_adapter
 
@@ -52,6 +54,16 @@ def test_the_example_writes_an_adapter(
     found = locate_adapter(str(tmp_path / "adapter"))
     assert len(adapter_digest(found)) == 64
     assert json.loads((found / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_the_command_trains_for_a_model_of_ones_own(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_worded_model(tmp_path / "model")
+    short = ["--model", str(model), "--steps", "1", "--batch-size", "1"]
+    monkeypatch.setattr(sys, "argv", ["train_lora.py", str(tmp_path / "adapter"), *short])
+    example.main()
+    assert adapter_digest(locate_adapter(str(tmp_path / "adapter")))
 
 
 def test_labels_cover_the_answer_alone(example: ModuleType) -> None:

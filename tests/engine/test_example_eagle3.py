@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ from eagle_heads import Plain
 from safetensors.torch import load_file
 from scripts import load_script
 from tiny_engine import OPTIONS, open_llm
+from worded_models import save_worded_model
+
+from penstock import LLM
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +95,19 @@ def test_training_computes_what_the_engine_will(
             expected = states[-1] @ tensors["lm_head.weight"].T
             torch.testing.assert_close(logits[draft][0, row], expected, rtol=1e-3, atol=1e-3)
             before = torch.cat([before, hidden[-1:]])
+
+
+def test_the_command_trains_for_a_model_of_ones_own(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    model = save_worded_model(tmp_path / "model")
+    monkeypatch.setattr(example, "LLM", functools.partial(LLM, kv_cache_memory_bytes=16 << 20))
+    sizes = {"prompts": 2, "max-tokens": 4, "vocabulary": 64, "steps": 2, "batch-size": 2}
+    short = [f"--{name}={size}" for name, size in {**sizes, "drafts": 1, "threads": 1}.items()]
+    folder = str(tmp_path / "head")
+    monkeypatch.setattr(sys, "argv", ["train_eagle3.py", folder, f"--model={model}", *short])
+    example.main()
+    assert "tokens per step. Wrote the head to" in capsys.readouterr().out
 
 
 @pytest.mark.slow
