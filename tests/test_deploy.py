@@ -97,6 +97,27 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     check(program("systemd-analyze", "Debian's package systemd"), "verify", unit)
 
 
+def test_nginx_takes_the_configuration_of_the_page(tmp_path: Path) -> None:
+    page = (DEPLOY.parent / "docs" / "howto" / "nginx.md").read_text()
+    whole, below_a_path, hidden = re.findall(
+        r"^```nginx\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
+    nginx = program("nginx", "Debian's package nginx-light")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    new = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    subject = ["-subj", "/CN=llm.example.com", "-keyout", key, "-out", certificate]
+    check("openssl", "req", *new, *subject)
+    whole = re.sub(r"/etc/ssl/\S+\.crt", str(certificate), whole)
+    whole = re.sub(r"/etc/ssl/\S+\.key", str(key), whole)
+    server = whole.rstrip().removesuffix("}")
+    config = tmp_path / "nginx.conf"
+    config.write_text(
+        f"pid {tmp_path}/pid;\nevents {{}}\nhttp {{\naccess_log off;\n"
+        f"{server}{below_a_path}{hidden}}}\n}}\n"
+    )
+    check(nginx, "-t", "-q", "-e", tmp_path / "error.log", "-c", config)
+
+
 GPU = {
     "image": {"repository": "registry.example.com/penstock", "tag": "cuda"},
     "imagePullSecrets": [{"name": "registry"}],
