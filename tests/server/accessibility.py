@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 VERSION = "4.14.0"
 FILE = Path.home() / ".cache" / "penstock-tests" / f"axe-{VERSION}.min.js"
@@ -30,6 +30,14 @@ def axe() -> str:
                 archive.extract("package/axe.min.js", scratch, filter="data")
             (Path(scratch) / "package" / "axe.min.js").rename(FILE)
     return FILE.read_text()
+
+
+def faults_of_server(page: Page, *parts: str) -> list[str]:
+    """Those of the view that shows what the server does, with these parts on it."""
+    page.get_by_role("button", name="Server", exact=True).click()
+    for part in parts:
+        expect(page.locator(part)).to_be_visible()
+    return grave_faults(page, "header", "#server")
 
 
 def grave_faults(page: Page, *parts: str) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from accessibility import faults_of_server
 from page_actions import say, set_options, wait_for_answer
 from playwright.sync_api import Page, expect
 from server_process import ServerProcess
@@ -43,3 +44,4 @@ def test_adapters_can_be_chosen_and_new_ones_appear(
             re.compile(r"Adapters in host memory: [12]"),
         ]
     )
+    assert faults_of_server(page, "#adapters") == []

@@ -348,6 +348,20 @@ def test_axe_finds_nothing_serious(scripted_server: ServerProcess, open_page: Op
     assert faults == []
 
 
+def test_axe_finds_nothing_serious_on_a_phone(
+    scripted_server: ServerProcess, open_page: OpenPage
+) -> None:
+    page = open_page(scripted_server, viewport=PHONE, has_touch=True, is_mobile=True)
+    expect(page.locator(READY)).to_be_visible()
+    say(page, f"[[<think>So.</think>{RICH}]]")
+    wait_for_answer(page)
+    faults = grave_faults(page)
+    for view in ("Chats", "Server", "Settings"):
+        page.get_by_role("button", name=view, exact=True).tap()
+        faults += grave_faults(page)
+    assert faults == []
+
+
 def test_an_answer_is_no_wider_than_a_phone(
     scripted_server: ServerProcess, open_page: OpenPage
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accessibility import faults_of_server, grave_faults
 from page_actions import give_keys
 from playwright.sync_api import Locator, Page, expect
 from server_process import DUMMY, ServerProcess, make_tiny_model
@@ -248,6 +249,21 @@ def test_a_model_without_a_kv_cache_has_no_charts_of_one(
         expect(page.locator(".chart:visible h3")).to_have_text(
             ["Requests", "Prompts", "Queue time"]
         )
+
+
+def test_axe_finds_nothing_serious_in_the_playground(
+    embedder: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(embedder, viewport=PHONE)
+    expect_matrix(compare(page, *LINES), LINES)
+    part(page, "Rerank").get_by_role("button", name="Rerank").click()
+    expect(part(page, "Rerank").locator(".facts")).to_be_visible()
+    compare(page, "alone")
+    expect(part(page, "Similarity").get_by_role("alert")).to_be_visible()
+    faults = grave_faults(page)
+    page.emulate_media(color_scheme="dark")
+    faults += grave_faults(page, "header", "#pooling")
+    assert faults + faults_of_server(page) == []
 
 
 # -- models that classify
