@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.engine.core import EngineCore
 from penstock.engine.group import EngineGroup
 from penstock.executor.base import Capabilities, Executor
@@ -21,6 +20,7 @@ from penstock.executor.multi_process import MultiProcessExecutor
 from penstock.kvcache.layout import longest_request, make_layout
 from penstock.kvcache.manager import KVCacheManager
 from penstock.loading.source import ModelSource
+from penstock.models.division import check_division
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
@@ -52,9 +52,7 @@ def build_engine(
         raise ConfigError("node_rank > 0 is for penstock serve: node 0 runs the engine")
     if drafter is not None and config.speculative.speculative_config is not None:
         raise ConfigError("drafter and speculative_config cannot be combined: drop one")
-    if (num_layers := source.config.get("num_hidden_layers")) is not None:
-        stages = RankGroup(size=config.parallel.pipeline_parallel_size)
-        Mesh(pp=stages).layers_of_stage(num_layers)  # too many are refused before any rank starts
+    check_division(config, source)
     if config.parallel.num_ranks == 1 and config.parallel.distributed_executor_backend == "mp":
         executor = InProcessExecutor(config, source, processors, drafter)
     elif processors or drafter:

@@ -15,7 +15,6 @@ from penstock.distributed.stage_link import StageLink
 from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
-from penstock.layers.expert_share import has_experts
 from penstock.layers.lora import AdapterWeights, make_slots
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
@@ -94,10 +93,6 @@ class Worker:
         self.model, self.dtypes, self.ops = load_model(
             config, source, platform, mesh, self.limits.max_model_len
         )
-        if config.parallel.enable_expert_parallel and not has_experts(self.model):
-            raise ConfigError(
-                "enable_expert_parallel is for models with experts, and this one has none: drop it"
-            )
         if self.model.media_width:
             from penstock.models.vision import media_limits  # other models need none of it
 

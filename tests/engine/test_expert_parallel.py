@@ -205,9 +205,3 @@ def test_load_balancing_without_what_it_needs_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_options(options)
-
-
-def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, "llama")
-    with pytest.raises(ConfigError, match="enable_expert_parallel is for models with experts"):
-        open_llm(checkpoint, enable_expert_parallel=True)

@@ -106,13 +106,20 @@ def test_more_stages_than_layers_are_refused() -> None:
         build_model({**config_of("llama"), "num_hidden_layers": 2}, build_of(3))
 
 
-def test_too_many_stages_are_refused_before_a_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 99}, "pipeline_parallel_size must be at most 2.* got 99"),
+        ({"tensor_parallel_size": 3}, "must divide the model's 4 .* got 3; 1, 2, 4 would do"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model_are_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], message: str
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
     monkeypatch.setattr(build, "MultiProcessExecutor", lambda _: pytest.fail("ranks were started"))
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size must be at most 2.* got 99"):
-        open_llm(checkpoint, pipeline_parallel_size=99)
+    with pytest.raises(ConfigError, match=message):
+        open_llm(checkpoint, **options)
 
 
 def test_models_without_stages_are_refused() -> None:
