@@ -20,7 +20,7 @@ from penstock.executor.finished_jobs import FinishedJobs
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
 from penstock.platforms.platform import detect_platform
-from penstock.protocol.step import StepMasks, StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult, settled
 
 
 class QueueLink(StageLink):
@@ -66,11 +66,8 @@ class LocalStages:
         jobs = self._jobs.merge([result.finished_jobs for result in results])
         result = results[-1]
         if result.failure is None:
-            tokens = {
-                each.request_id: each.token_ids[0] for each in result.results if each.token_ids
-            }
             for worker in self.workers[:-1]:
-                worker.settle(result.step_id, tokens)
+                worker.settle(result.step_id, settled(result))
         return msgspec.structs.replace(result, finished_jobs=jobs)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -25,7 +25,7 @@ from penstock.config.options import (
 )
 from penstock.config.pooling import PoolingConfig
 from penstock.config.profiler import ProfilerConfig
-from penstock.config.speculative import SpeculativeConfig
+from penstock.config.speculative import READS_EMBEDDING, SpeculativeConfig
 from penstock.config.vllm_names import leave_out_foreign
 from penstock.protocol.errors import ConfigError
 
@@ -373,10 +373,12 @@ class EngineConfig:
 
     def _check_stages(self) -> None:
         """Refuse what pipeline stages cannot do."""
-        if self.speculative.settings is not None:
+        settings = self.speculative.settings
+        if settings is not None and settings.method in READS_EMBEDDING:
             raise ConfigError(
-                "speculative_config and pipeline_parallel_size > 1 cannot be combined: drop one, "
-                "or use tensor_parallel_size"
+                f"method {settings.method} and pipeline_parallel_size > 1 cannot be combined, "
+                "because the last stage has no embedding: use another method of "
+                "speculative_config, or tensor_parallel_size"
             )
         if self.model.enable_return_routed_experts:
             raise ConfigError(

@@ -39,6 +39,7 @@ _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
 }
+READS_EMBEDDING = ("eagle", "eagle3", "mtp")  # methods that draft with the target's embedding
 # vLLM's keys and methods that are none here, and what to do instead.
 _FOREIGN_KEYS: Mapping[str, str] = {
     "disable_by_batch_size": "drop it; adaptive turns drafts down under load",

@@ -35,7 +35,7 @@ def merge_capabilities(ranks: Sequence[Capabilities], num_stages: int = 1) -> Ca
     """Return what all ranks, in stages one behind the other, support.
 
     Ranks of a stage may differ only in free memory: the least one counts. Stages have different
-    layers, and only the last one pools.
+    layers, and only the last one drafts or pools.
     """
     size = len(ranks) // num_stages
     stages = [_merge_ranks(ranks[first : first + size]) for first in range(0, len(ranks), size)]
@@ -46,9 +46,14 @@ def merge_capabilities(ranks: Sequence[Capabilities], num_stages: int = 1) -> Ca
     least = min(stage.kv_budget for stage in stages)
     merged = replace(last, kv_specs=specs, kv_budget=least)
     for number, stage in enumerate(stages):
-        alike = replace(stage, kv_specs=specs, kv_budget=least, pooling=last.pooling)
+        alike = replace(
+            stage, kv_specs=specs, kv_budget=least, pooling=last.pooling,
+            draft_specs=last.draft_specs,
+        )  # fmt: skip
         _check_alike(alike, merged, f"pipeline stage {number}", f"stage {num_stages - 1}")
-    return replace(merged, stages=[([*stage.kv_specs], stage.kv_budget) for stage in stages])
+    names = [[*stage.kv_specs, *stage.draft_specs] for stage in stages]
+    shares = [(own, stage.kv_budget) for own, stage in zip(names, stages, strict=True)]
+    return replace(merged, stages=shares)
 
 
 def _merge_ranks(ranks: Sequence[Capabilities]) -> Capabilities:

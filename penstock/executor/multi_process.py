@@ -32,7 +32,7 @@ from penstock.executor.worker import Worker
 from penstock.protocol.calls import decode_result, encode, encode_args
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
 from penstock.protocol.processes import module_command
-from penstock.protocol.step import StepMasks, StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult, settled
 
 if TYPE_CHECKING:
     from penstock.executor.ray import RayRanks
@@ -51,9 +51,9 @@ failed one never will. What was not sent is sent later, while waiting for answer
 class MultiProcessExecutor:
     """Sends every call to all ranks. The results of a step are those of one rank.
 
-    With pipeline stages, the tokens of a step go to all other stages when it is collected. A stage
-    on a CPU computes while it reads a call. So it is asked for the result of a step at once, and
-    does not compute the next one first.
+    With pipeline stages, a step's tokens and drafts go to all other stages when it is collected. A
+    stage on a CPU computes while it reads a call. So it is asked for the result of a step at once,
+    and does not compute the next one first.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -167,8 +167,8 @@ class MultiProcessExecutor:
 
     def _settle(self, result: StepResult) -> None:
         """Give the tokens of a step to the stages that did not sample them."""
-        tokens = {item.request_id: item.token_ids[0] for item in result.results if item.token_ids}
-        self._send("settle", (result.step_id, tokens), ranks=range(self._first_of_last))
+        ranks = range(self._first_of_last)
+        self._send("settle", (result.step_id, settled(result)), ranks=ranks)
 
     def call(self, method: str, *args: Any) -> Any:
         if method == "reset":

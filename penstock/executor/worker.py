@@ -16,6 +16,7 @@ from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.layers.lora import AdapterWeights, make_slots
+from penstock.layers.recurrent import recurrent_layers
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
@@ -30,7 +31,7 @@ from penstock.protocol.adapter import Adapter
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
-from penstock.protocol.step import StepMasks, StepPlan, StepResult
+from penstock.protocol.step import Settled, StepMasks, StepPlan, StepResult
 from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter, DraftSetup
 from penstock.runner.drafters import make_drafter
@@ -71,7 +72,7 @@ class Worker:
                 )
             on_gpu = platform.device.type == "cuda"
             drafter = make_drafter(settings, int(source.config["vocab_size"]), on_gpu)
-        self.drafter = drafter
+        self.drafter = drafter if mesh.is_last_stage else None  # where tokens are sampled
         self.limits = resolve_limits(
             config,
             source.config,
@@ -93,13 +94,20 @@ class Worker:
         self.model, self.dtypes, self.ops = load_model(
             config, source, platform, mesh, self.limits.max_model_len
         )
+        is_on_gpu = platform.device.type == "cuda"
+        if drafter is not None and mesh.pp.size > 1 and is_on_gpu and recurrent_layers(self.model):
+            raise ConfigError(
+                "speculative_config and pipeline_parallel_size > 1 cannot be combined on a GPU for "
+                "models with recurrent layers: drop one, or use tensor_parallel_size"
+            )
         if self.model.media_width:
             from penstock.models.vision import media_limits  # other models need none of it
 
             self.limits = media_limits(self.model, self.limits, config)
-        if drafter is not None:
+        if self.drafter is not None:
             with naming_option("speculative_config"):
-                drafter.load(DraftSetup(self.model, config, source, platform, mesh, self.limits))
+                setup = DraftSetup(self.model, config, source, platform, mesh, self.limits)
+                self.drafter.load(setup)
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None
@@ -139,7 +147,8 @@ class Worker:
         """Allocate the cache and the runner's tables. `limits` fit the size of the cache."""
         link = None
         if self.mesh.pp.size > 1:
-            layout = layout.of_layers(self.model.kv_specs(self.dtypes.kv))
+            draft_specs = self.drafter.kv_specs() if self.drafter is not None else {}
+            layout = layout.of_layers({**self.model.kv_specs(self.dtypes.kv), **draft_specs})
             link = StageLink(self.mesh.pp, self.platform.device)
         self.runner = ModelRunner(
             self.model,
@@ -182,10 +191,10 @@ class Worker:
         result = self._steps.collect()
         return result if self.mesh.reports else msgspec.structs.replace(result, results=[])
 
-    def settle(self, step_id: int, token_ids: dict[str, int]) -> None:
+    def settle(self, step_id: int, settled: dict[str, Settled]) -> None:
         """Take a collected step's tokens, by request, from the last pipeline stage."""
         assert self.runner is not None
-        self.runner.settle(step_id, token_ids)
+        self.runner.settle(step_id, settled)
 
     def reset(self) -> None:
         """Forget all requests and run steps again. Call it after a failed step."""

@@ -59,7 +59,9 @@ def make_layout(
     )
     if not layout.groups:
         return layout
-    layout = msgspec.structs.replace(layout, num_draft_rows=num_draft_rows)
+    layout = msgspec.structs.replace(
+        layout, num_draft_rows=num_draft_rows, num_draft_steps=max(len(stages), 1)
+    )
     if num_blocks is None:
         assert memory_bytes is not None
         shares = [(layout.of_layers(names), budget) for names, budget in stages]

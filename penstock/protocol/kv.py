@@ -142,16 +142,21 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     draft_layers: dict[str, AnyKVCacheSpec] = {}  # by name; those in `groups` are not among them
     draft_group: int = 0  # index of the group whose block table the draft layers use
     num_draft_rows: int = 0  # of a step: those of requests with drafts, at most
+    num_draft_steps: int = 1  # in flight: a pipeline stage verifies drafts when they are collected
 
     def of_layers(self, names: Collection[str]) -> KVCacheLayout:
-        """This layout with only some of the layers: a pipeline stage's. All groups stay."""
+        """This layout with only some of the layers: a pipeline stage's. All groups stay.
+
+        Draft layers are named like others.
+        """
         groups = [
             msgspec.structs.replace(
                 group, layer_names=[name for name in group.layer_names if name in names]
             )
             for group in self.groups
         ]
-        return msgspec.structs.replace(self, groups=groups)
+        draft_layers = {name: spec for name, spec in self.draft_layers.items() if name in names}
+        return msgspec.structs.replace(self, groups=groups, draft_layers=draft_layers)
 
     @property
     def is_recurrent(self) -> bool:
@@ -172,11 +177,15 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def draft_input_bytes(self) -> int:
-        """What recurrent layers keep of a step's drafts."""
-        return self.num_draft_rows * sum(
-            len(group.layer_names) * group.spec.input_bytes
-            for group in self.groups
-            if isinstance(group.spec, RecurrentSpec)
+        """What recurrent layers keep of the drafts of steps in flight."""
+        return (
+            self.num_draft_rows
+            * self.num_draft_steps
+            * sum(
+                len(group.layer_names) * group.spec.input_bytes
+                for group in self.groups
+                if isinstance(group.spec, RecurrentSpec)
+            )
         )
 
     @property

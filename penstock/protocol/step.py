@@ -127,7 +127,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     payload: Payload | None = None  # what a pooling request ends with
     named: dict[str, Payload] = {}  # and what else it asked for, by name: see `NAMED`
     fault: str | None = None  # this request failed; its blocks are never published
-    drafts: list[int] = []  # proposed to come next, where the request has a grammar
+    drafts: list[int] = []  # proposed to come next, where others must know them
     num_drafts: int | None = None  # proposed to come next; None: as many as the plan asks for
 
 
@@ -143,3 +143,19 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: StepFailure | None = None  # nothing of the step counts
     metrics: dict[str, int] = {}  # what the worker counted since the last step: by counter
     finished_jobs: list[FinishedJob] = []  # that ran beside the steps
+
+
+class Settled(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What a step gave a request, for the pipeline stages that did not sample."""
+
+    token_ids: list[int]
+    drafts: list[int] = []  # to verify next
+
+
+def settled(result: StepResult) -> dict[str, Settled]:
+    """By request, of those that sampled."""
+    return {
+        item.request_id: Settled(item.token_ids, item.drafts)
+        for item in result.results
+        if item.token_ids
+    }

@@ -42,19 +42,25 @@ class DraftSetup:
 
     @property
     def draft_mesh(self) -> Mesh:
-        """The ranks that share the layers of a model that drafts."""
+        """The ranks that share the layers of a model that drafts: those of the last stage."""
         settings = self.config.speculative.settings
         is_whole = settings is not None and settings.draft_tensor_parallel_size == 1
         # Replicas draft by themselves: experts of a drafter are not spread over them.
-        mesh = replace(self.mesh, ep=RankGroup()) if self.mesh.spans_replicas else self.mesh
-        return Mesh() if is_whole else mesh
+        ep = RankGroup() if self.mesh.spans_replicas else self.mesh.ep
+        return Mesh() if is_whole else replace(self.mesh, pp=RankGroup(), ep=ep)
 
     def config_of(self, name: str, quantization: str | None = None) -> EngineConfig:
         """The configuration of a model that drafts."""
         config = self.config
         model = replace(config.model, model=name, revision=None, mmproj=NONE, hf_overrides=None)
         load = replace(config.load, quantization=quantization, merge_lora=None)
-        parallel = replace(config.parallel, tensor_parallel_size=self.draft_mesh.tp.size)
+        parallel = replace(
+            config.parallel,
+            tensor_parallel_size=self.draft_mesh.tp.size,
+            pipeline_parallel_size=1,
+            nnodes=1,
+            node_rank=0,
+        )
         media = replace(config.media, language_model_only=True)  # drafters read tokens
         return replace(config, model=model, load=load, parallel=parallel, media=media)
 

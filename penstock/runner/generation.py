@@ -44,7 +44,7 @@ class HeadOutput:
     sampled: SampledTokens | None
     verified: torch.Tensor | None  # `Verified.results`, instead of the tokens in `sampled`
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
-    drafts: torch.Tensor | None = None  # [num_sampling, k], if a grammar needs them
+    drafts: torch.Tensor | None = None  # [num_sampling, k], if somebody needs them
     num_drafts: IntArray | None = None  # [num_sampling] drafts of each; None: as many as planned
 
 
@@ -57,6 +57,7 @@ class GenerationHead:
     graphs: SamplingGraphs | None = None  # on a GPU
     # Of models with recurrent layers: `Steps.replay`.
     replay: Callable[[StepBatch, torch.Tensor], None] | None = None
+    reports_drafts: bool = False  # of all requests, as other pipeline stages must know them
 
     def __post_init__(self) -> None:
         self.prompt_logprobs = PromptLogprobsHead(self.model, self.tables)
@@ -111,11 +112,11 @@ class GenerationHead:
             slots, drafts = self._draft(self.drafter, batch, verified)
             output.num_drafts = drafts.counts
             token_ids = drafts.token_ids
-            if token_ids is not None and (
-                masks is not None or drafts.counts is None or drafts.counts.any()
-            ):
+            has_any = drafts.counts is None or bool(drafts.counts.any())
+            if token_ids is not None and (masks is not None or has_any):
                 self.tables.write_drafts(slots, token_ids)
-            if masks is not None:  # padding is reported too, and the tables hold what is reported
+            # Padding is reported too, and the tables hold what is reported.
+            if masks is not None or (self.reports_drafts and has_any):
                 if token_ids is None:
                     token_ids = self.tables.read_drafts(slots, batch.layout.num_drafts)
                 output.drafts = token_ids.to("cpu", non_blocking=True)
@@ -201,13 +202,13 @@ class GenerationHead:
         return results
 
     def _drafts_by_request(self, output: HeadOutput, layout: StepLayout) -> dict[int, list[int]]:
-        """The drafts that each request with a grammar verifies in its next step."""
+        """The drafts that each request with a grammar, or every request, verifies next."""
         if output.drafts is None:
             return {}
         return {
             index: drafts
             for index, drafts in zip(layout.sampling.tolist(), output.drafts.tolist(), strict=True)
-            if int(layout.slots[index]) in self._with_grammar
+            if self.reports_drafts or int(layout.slots[index]) in self._with_grammar
         }
 
     def _is_plain(self, output: HeadOutput) -> bool:

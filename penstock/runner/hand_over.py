@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from penstock.distributed.stage_link import StageLink
 from penstock.models.base import Hidden
-from penstock.protocol.step import NewRequest, RequestResult, StepMasks
+from penstock.protocol.step import NewRequest, RequestResult, Settled, StepMasks
 from penstock.runner.forward import StepBatch
 from penstock.runner.layout import StepLayout
-from penstock.runner.tables import RequestTables
+from penstock.runner.tables import IntArray, RequestTables
 
 
 class HandOver:
     """Hands a step's states on. Its tokens come back once the last stage's are collected."""
 
+    # Of models with recurrent layers: `Steps.replay`.
+    replay: Callable[[StepBatch, torch.Tensor], None] | None = None
+
     def __init__(self, link: StageLink, tables: RequestTables) -> None:
         self._link = link
         self._tables = tables
-        self._expected: dict[int, StepLayout] = {}  # collected steps, by id
+        self._expected: dict[int, StepBatch] = {}  # collected steps, by id
 
     def add(self, slot: int, request: NewRequest) -> None:
         pass
@@ -37,26 +41,42 @@ class HandOver:
     def results(self, output: None, layout: StepLayout) -> list[RequestResult]:
         return []
 
-    def expect(self, step_id: int, layout: StepLayout) -> None:
+    def expect(self, step_id: int, batch: StepBatch) -> None:
         """A step was collected. `settle` follows."""
-        self._expected[step_id] = layout
+        self._expected[step_id] = batch
 
-    def settle(self, step_id: int, token_ids: Mapping[str, int]) -> None:
-        """Append each request's token, unless its slot has another request by now."""
-        layout = self._expected.pop(step_id, None)
-        if layout is None or not token_ids:
+    def settle(self, step_id: int, settled: Mapping[str, Settled]) -> None:
+        """Do what the last stage did: append each request's tokens and the drafts behind them,
+        and count its rejected drafts as not computed."""
+        batch = self._expected.pop(step_id, None)
+        if batch is None or not settled:
             return
-        is_same = self._tables.tenancies[layout.slots] == layout.tenancies
-        slots, tokens = [], []
-        for item, slot, same in zip(layout.requests, layout.slots, is_same, strict=True):
-            if same and item.request_id in token_ids:
-                slots.append(int(slot))
-                tokens.append(token_ids[item.request_id])
-        if slots:
-            device = self._tables.device
-            self._tables.append_tokens(
-                torch.tensor(slots, device=device), torch.tensor(tokens, device=device)
-            )
+        layout = batch.layout
+        own = [settled[layout.requests[index].request_id] for index in layout.sampling]
+        num_new = np.array([len(each.token_ids) for each in own], dtype=np.int64)
+        if self.replay is not None and layout.has_drafts:
+            self.replay(batch, torch.from_numpy((num_new - 1).astype(np.int32)))
+        slots, tenancies = layout.slots[layout.sampling], layout.tenancies[layout.sampling]
+        is_same = self._tables.tenancies[slots] == tenancies  # others have new requests by now
+        num_rejected = layout.rows_per_sample - num_new
+        self._tables.lower_bounds(slots, tenancies, num_rejected)
+        if is_same.any():
+            texts = [[*own[row].token_ids, *own[row].drafts] for row in np.flatnonzero(is_same)]
+            self._write(slots[is_same], texts, num_new[is_same], num_rejected[is_same])
+
+    def _write(
+        self, slots: IntArray, texts: Sequence[list[int]], num_new: IntArray, num_rejected: IntArray
+    ) -> None:
+        tables, device = self._tables, self._tables.device
+        lengths = [len(text) for text in texts]
+        offsets = [offset for length in lengths for offset in range(length)]
+        token_ids = [token for text in texts for token in text]
+        where = torch.from_numpy(np.repeat(slots, lengths)).to(device)
+        columns = tables.num_tokens[where].long() + torch.tensor(offsets, device=device)
+        tables.token_ids[where, columns] = torch.tensor(token_ids, device=device).int()
+        rows = torch.from_numpy(slots).to(device)
+        tables.num_tokens[rows] += torch.from_numpy(num_new).to(device, torch.int32)
+        tables.num_computed[rows] -= torch.from_numpy(num_rejected).to(device, torch.int32)
 
     def reset(self) -> None:
         self._expected.clear()

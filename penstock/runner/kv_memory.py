@@ -46,13 +46,17 @@ class KVMemory:
         self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self._state_block_sizes: dict[str, int] = {}
-        self._draft_inputs: dict[str, tuple[torch.Tensor, ...]] = {}
+        # Of each step in flight, in turn.
+        self._draft_inputs: list[dict[str, tuple[torch.Tensor, ...]]] = [
+            {} for _ in range(layout.num_draft_steps)
+        ]
         for group in layout.groups:
             for name, buffer in zip(group.layer_names, self._buffers, strict=False):
                 if isinstance(group.spec, RecurrentSpec):
                     self.states[name] = _view_state(buffer, group.spec)
                     self._state_block_sizes[name] = group.block_size
-                    self._draft_inputs[name] = _rows(group.spec, layout.num_draft_rows, device)
+                    for kept in self._draft_inputs:
+                        kept[name] = _rows(group.spec, layout.num_draft_rows, device)
                 else:
                     self.caches[name] = _view_tokens(buffer, group.spec, group.block_size)
         for name, spec in layout.draft_layers.items():
@@ -73,6 +77,7 @@ class KVMemory:
         adapters: AdapterStep | None = None,
     ) -> ForwardContext:
         """The context of a forward pass over these caches."""
+        self._draft_inputs.append(kept := self._draft_inputs.pop(0))
         attention = {
             name: groups[group] for group, names in enumerate(self.layer_names) for name in names
         }
@@ -83,7 +88,7 @@ class KVMemory:
             token_slots,
             self.states,
             self._state_block_sizes,
-            self._draft_inputs,
+            kept,
             second_segments=self.second_segments,
             adapters=adapters,
         )

@@ -19,6 +19,7 @@ from penstock.protocol.step import (
     Job,
     NewRequest,
     RequestResult,
+    Settled,
     StepFailure,
     StepMasks,
     StepPlan,
@@ -125,7 +126,9 @@ class ModelRunner:
             )
         self.head: Head
         if link is not None and not link.is_last:
-            self.head = HandOver(link, self.tables)
+            self.head = hand_over = HandOver(link, self.tables)
+            if layout.is_recurrent:
+                hand_over.replay = self.steps.replay
             return
         if pooler is not None:
             from penstock.runner.pooling import PoolingHead  # language models need none of it
@@ -137,7 +140,9 @@ class ModelRunner:
             self.tables, vocab_size, device, choose_tokens, processors, logprobs_mode,
             model.vocab_shard,
         )  # fmt: skip
-        self.head = head = GenerationHead(model, self.tables, sampler, drafter)
+        self.head = head = GenerationHead(
+            model, self.tables, sampler, drafter, reports_drafts=link is not None
+        )
         if layout.is_recurrent:
             head.replay = self.steps.replay
         if drafter is not None:
@@ -188,7 +193,7 @@ class ModelRunner:
             handle.done.synchronize()
         results = self.head.results(handle.output, handle.batch.layout)
         if isinstance(self.head, HandOver):
-            self.head.expect(handle.step_id, handle.batch.layout)
+            self.head.expect(handle.step_id, handle.batch)
         if self.routed_experts is not None and handle.routed_experts is not None:
             results = self.routed_experts.attach(
                 results, handle.batch.layout, handle.routed_experts
@@ -238,10 +243,11 @@ class ModelRunner:
         if self.link is not None and plan.scheduled:
             self.link.send_failure(failure)
 
-    def settle(self, step_id: int, token_ids: Mapping[str, int]) -> None:
+    @torch.inference_mode()
+    def settle(self, step_id: int, settled: Mapping[str, Settled]) -> None:
         """Take the tokens of a collected step, by request, from the last pipeline stage."""
         if isinstance(self.head, HandOver):
-            self.head.settle(step_id, token_ids)
+            self.head.settle(step_id, settled)
 
     def reset(self) -> None:
         """Forget every request and all embeddings of media. Adapters stay."""

@@ -55,7 +55,8 @@ class Speculation:
         self._most_running = 0  # requests for which the current K was meant
         self._last_end = 0.0  # when the last step was collected
         self._probes = Probes()
-        self._proposes_probe = self._verifies_probe = False  # drafts that are tried although K = 0
+        self._num_to_probe = 0  # next steps, which verify drafts that are tried although K = 0
+        self._verifies_probe = False  # the current one does
         self._accepted_by_position = [0] * limits.num_drafts
         self._num_proposals = self._num_verified = 0
         # Otherwise proposals cost next to nothing, and a request without one brings none.
@@ -93,10 +94,12 @@ class Speculation:
             step.least_chance = self._least_rate
             if step.step_id % LOW_CHANCE_EVERY == 0:
                 step.least_chance = min(self._least_rate, LOW_CHANCE)
-        step.ends_probe = self._verifies_probe = self._proposes_probe
-        self._proposes_probe = self._num_drafts == 0 and self._probes.is_due(step.started_at)
-        if self._proposes_probe:
+        step.ends_probe = self._num_to_probe == 1
+        self._verifies_probe = self._num_to_probe > 0
+        self._num_to_probe = max(self._num_to_probe - 1, 0)
+        if self._num_drafts == 0 and self._probes.is_due(step.started_at):
             step.num_drafts = 1
+            self._num_to_probe = self._limits.num_stages  # one of them has the same requests
         step.without_drafts = not (step.num_drafts or self._verifies_probe)
 
     def num_to_verify(self, state: RequestState) -> int:

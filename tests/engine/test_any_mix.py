@@ -41,6 +41,7 @@ from penstock.protocol.sampling import OutputKind
 from penstock.protocol.step import StepPlan
 from penstock.runner.drafter import Drafter
 from penstock.runner.drafters.draft_model import DraftModelDrafter
+from penstock.runner.layout import StepLayout
 from penstock.runner.runner import ModelRunner
 from penstock.scheduler.request import RequestState
 from penstock.structured.output import OutputGrammar
@@ -240,17 +241,21 @@ def some_options(rng: random.Random, specs: dict[str, AnyKVCacheSpec]) -> dict[s
 
 def fail_sometimes(runner: ModelRunner, rng: random.Random) -> None:
     """Steps of several requests fail, and steps of several tokens want for memory."""
-    launch = runner.launch
+    apply, run = runner._apply, runner.steps.run
 
-    def launch_or_fail(plan: StepPlan) -> Any:
+    def fail_or_apply(plan: StepPlan) -> None:
         if rng.random() < 0.04 and len(plan.scheduled) > 1:
             raise RuntimeError("made up: before anything was done")
-        handle = launch(plan)
-        if rng.random() < 0.04 and plan.num_tokens > 1:
-            raise OutOfMemory("made up: after the step was computed")
-        return handle
+        apply(plan)
 
-    runner.launch = launch_or_fail  # type: ignore[method-assign]
+    def run_or_fail(layout: StepLayout, handed: Any = None) -> Any:
+        computed = run(layout, handed)
+        if rng.random() < 0.04 and layout.num_rows > 1:
+            raise OutOfMemory("made up: after the step was computed")
+        return computed
+
+    runner._apply = fail_or_apply  # type: ignore[method-assign]
+    runner.steps.run = run_or_fail  # type: ignore[method-assign]
 
 
 @dataclass
@@ -417,6 +422,7 @@ def check_ranks(model: Model, **ranks: Any) -> None:
 
 
 STAGED_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+IN_LAST_STAGE = ("ngram", "suffix", "custom", "medusa")  # draft without an embedding
 
 
 @pytest.mark.usefixtures("local_stages")
@@ -426,6 +432,11 @@ def test_pipeline_stages_give_what_one_rank_gives_alone(model: Model, seed: int)
     rng = random.Random(seed)
     options = {**some_options(rng, model.specs), "pipeline_parallel_size": 2}
     options["async_scheduling"] = rng.choice([None, None, False])
+    settings = [copy(each) for each in model.speculation if each["method"] in IN_LAST_STAGE]
+    if not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values()):
+        settings.append({"method": "draft_model", "model": str(model.path)})
+    if seed % 4 != 1:
+        options["speculative_config"] = {**rng.choice(settings), "adaptive": rng.random() < 0.3}
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, **options) as llm:
         if rng.random() < 0.5:

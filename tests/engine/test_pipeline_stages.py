@@ -45,6 +45,28 @@ def test_stages_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
     assert tokens(checkpoint, pipeline_parallel_size=2) == tokens(checkpoint)
 
 
+DRAFTED = [
+    ("llama", {"method": "custom", "model": "drafters:AtRandom"}),
+    ("qwen3_next", {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}),
+]
+
+
+@pytest.mark.parametrize(("variant", "settings"), DRAFTED)
+def test_stages_verify_drafts(variant: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """All stages go back to the accepted ones, also those with recurrent layers."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    expected = tokens(checkpoint)
+    settings = {**settings, "adaptive": False}
+    with open_llm(
+        checkpoint, max_num_batched_tokens=24, pipeline_parallel_size=2, speculative_config=settings
+    ) as llm:
+        assert greedy_tokens(llm, PROMPTS) == expected[0]
+        seeded = llm.generate(PROMPTS, SEEDED, use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in seeded] == expected[1]
+        found = llm.engine.speculation_stats()
+        assert found.num_draft_tokens > found.num_accepted_tokens > 0
+
+
 def test_a_stage_has_its_layers_and_nothing_else(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=5)
     with open_llm(checkpoint, pipeline_parallel_size=3, cpu_backend="torch") as llm:
@@ -129,7 +151,7 @@ def test_models_without_stages_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"speculative_config": {"method": "ngram"}}, {"enable_return_routed_experts": True}],
+    [{"speculative_config": {"method": "mtp"}}, {"enable_return_routed_experts": True}],
 )
 def test_what_stages_cannot_do_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size > 1 cannot be combined"):
