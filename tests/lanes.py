@@ -56,6 +56,7 @@ LONG_FILES = (  # the longest first
     "models/test_vision.py",
     "models/test_gguf_vision.py",
     "engine/test_any_mix.py",
+    "engine/test_rank_mix.py",
     "engine/test_pipeline_stages.py",
     "engine/test_gemma_gguf.py",
     "engine/test_default_model.py",

@@ -20,7 +20,6 @@ from eagle_heads import make_eagle, make_head
 from lora.adapters import make_adapter
 from medusa_heads import make_heads
 from mtp_targets import make_target
-from stages import local_stages, stages_of
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
 from tiny_engine import as_replay
 from tiny_models import make_checkpoint
@@ -28,6 +27,7 @@ from tiny_vision import InProcessMedia, make_vision_checkpoint, picture
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
+from penstock.engine.core import EngineCore
 from penstock.engine.lora_requests import with_adapters
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
@@ -46,8 +46,6 @@ from penstock.runner.runner import ModelRunner
 from penstock.scheduler.request import RequestState
 from penstock.structured.output import OutputGrammar
 from penstock.text.frontend import PreparedRequest
-
-__all__ = ["local_stages"]
 
 TEXT_VARIANTS = ["llama", "qwen2_windowed", "deepseek_v2_lite", "qwen3_next", "mimo"]
 WITH_IMAGES = "qwen2_vl"
@@ -335,12 +333,17 @@ def assert_close(ours: Any, expected: Any) -> None:
 
 
 def assert_nothing_is_kept(llm: LLM) -> None:
-    core, scheduler = llm.engine, llm.engine.scheduler
+    assert not llm._collector
+    for core in getattr(llm.engine, "cores", [llm.engine]):
+        assert_core_keeps_nothing(core)
+
+
+def assert_core_keeps_nothing(core: EngineCore) -> None:
+    scheduler = core.scheduler
     pool = scheduler.kv.pool
     assert not core.has_work()
     assert (pool.num_free, pool.num_draining) == (pool.num_usable, 0)
     assert not scheduler.kv._holdings
-    assert not llm._collector
     if isinstance(core.executor, InProcessExecutor):
         assert set(core.executor.runner.tables.request_ids) <= set(scheduler._released_ids)
     gc.collect()
@@ -392,58 +395,3 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
         assert_nothing_is_kept(llm)
         if isinstance(drafter, DraftModelDrafter):
             assert not hasattr(drafter.model, "visual"), "a tower that nobody uses"
-
-
-@pytest.mark.parametrize(
-    "model",
-    [VARIANTS[0], *(pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS[1:])],
-    indirect=True,
-)
-def test_two_ranks_give_what_one_gives_alone(model: Model) -> None:
-    check_ranks(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["deepseek_v2_lite", "qwen3_next"], indirect=True)
-def test_ranks_with_some_experts_each_give_what_one_gives_alone(model: Model) -> None:
-    check_ranks(model, enable_expert_parallel=True)
-
-
-def check_ranks(model: Model, **ranks: Any) -> None:
-    rng = random.Random(7)
-    options = {**some_options(rng, model.specs), "async_scheduling": True, **ranks}
-    options["speculative_config"] = {**SPECULATION[1], "adaptive": False}
-    waiting = rng.sample(range(len(model.cases)), len(model.cases))
-    with engine(model.path, tensor_parallel_size=2, **options) as llm:
-        client = Client(llm, model, rng, waiting)
-        client.run()
-        assert client.num_compared + client.num_aborts == len(model.cases)
-        assert_nothing_is_kept(llm)
-
-
-STAGED_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
-IN_LAST_STAGE = ("ngram", "suffix", "custom", "medusa")  # draft without an embedding
-
-
-@pytest.mark.usefixtures("local_stages")
-@pytest.mark.parametrize("model", TEXT_VARIANTS, indirect=True)
-@pytest.mark.parametrize("seed", STAGED_SEEDS)
-def test_pipeline_stages_give_what_one_rank_gives_alone(model: Model, seed: int) -> None:
-    rng = random.Random(seed)
-    options = {**some_options(rng, model.specs), "pipeline_parallel_size": 2}
-    options["async_scheduling"] = rng.choice([None, None, False])
-    settings = [copy(each) for each in model.speculation if each["method"] in IN_LAST_STAGE]
-    if not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values()):
-        settings.append({"method": "draft_model", "model": str(model.path)})
-    if seed % 4 != 1:
-        options["speculative_config"] = {**rng.choice(settings), "adaptive": rng.random() < 0.3}
-    waiting = rng.sample(range(len(model.cases)), len(model.cases))
-    with engine(model.path, **options) as llm:
-        if rng.random() < 0.5:
-            for stage in stages_of(llm):
-                assert stage.runner is not None
-                fail_sometimes(stage.runner, rng)
-        client = Client(llm, model, rng, waiting)
-        client.run()
-        assert client.num_compared + client.num_aborts == len(model.cases)
-        assert_nothing_is_kept(llm)
