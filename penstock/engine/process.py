@@ -50,7 +50,7 @@ STATS_INTERVAL_S = 0.1
 LINGER_MS = 1000  # for sending the last message
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # options of Linux's prctl
 PROCESS_NAME = b"penstock-engine"  # shown by top from the load on; the maximum length
-IDLE_CHECK_MS = 500  # between checks for dead workers while idle; steps find them otherwise
+IDLE_CHECK_MS = 250  # between checks for dead workers while idle; steps find them otherwise
 STALLED_WAIT_MS = 1  # polling interval while all requests wait at a gate
 
 

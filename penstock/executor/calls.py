@@ -8,6 +8,9 @@ import msgspec
 
 from penstock.config import EngineConfig
 
+NOTHING = b""
+"""A message without a call, which the rank's kernel acknowledges: see `silence.py`."""
+
 
 class Hello(msgspec.Struct):
     """The first message to a rank: its rank and its config. Answered with `Capabilities`."""

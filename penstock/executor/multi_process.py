@@ -7,6 +7,7 @@ A rank is a process that reads calls from its own socket: a child, or one on ano
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -24,10 +25,11 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.executor.base import merge_capabilities
-from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
+from penstock.executor.calls import NOTHING, Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.finished_jobs import FinishedJobs
 from penstock.executor.interrupts import interrupts_held
 from penstock.executor.nodes import NodeListener, framed, free_port
+from penstock.executor.silence import CHECK_S, Silence
 from penstock.executor.worker import Worker
 from penstock.protocol.calls import decode_result, encode, encode_args
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
@@ -66,6 +68,7 @@ class MultiProcessExecutor:
         self._connections: list[Connection] = []  # for receiving
         self._sockets: list[socket.socket] = []  # the same sockets, for sending
         self._unsent: list[bytearray] = []  # by rank
+        self._silences: dict[int, Silence] = {}  # by rank, of those on other machines
         self._due: deque[str] = deque()  # methods of calls without answers from all ranks
         self._results: dict[int, Any] = {}  # by rank, of the first of these calls
         self._num_stages = parallel.pipeline_parallel_size
@@ -132,6 +135,8 @@ class MultiProcessExecutor:
         return f"tcp://{address}:{free_port(address)}"
 
     def _add(self, ours: socket.socket, host: str) -> None:
+        if host:
+            self._silences[len(self._hosts)] = Silence(ours)
         self._hosts.append(host)
         timeout = struct.pack("@ll", 0, int(SEND_TIMEOUT_S * 1e6))  # seconds, microseconds
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -193,6 +198,22 @@ class MultiProcessExecutor:
         if remote and (gone := poll.poll(0)):
             fds = [connection.fileno() for connection in self._connections]
             raise self._death(fds.index(gone[0][0]))
+        self._check_silences()
+
+    def _check_silences(self) -> None:
+        """Raise if the machine of a rank is gone. Otherwise send what the next check waits for."""
+        for rank, silence in self._silences.items():
+            if silence.is_too_long():
+                raise self._kill(
+                    EngineDeadError(
+                        f"worker {rank} of {len(self._connections)} on {self._hosts[rank]} died: "
+                        "the machine, or the network to it, is gone"
+                    )
+                )
+            if not self._unsent[rank]:
+                self._unsent[rank] += framed(NOTHING)
+        if self._silences:
+            self._flush()
 
     def close(self) -> None:
         for connection in self._connections:
@@ -271,16 +292,18 @@ class MultiProcessExecutor:
             for end, unsent in zip(self._sockets, self._unsent, strict=True):
                 if unsent:
                     poll.register(end, select.POLLOUT)
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
-            events = poll.poll(left)
+            left = math.inf if deadline is None else max(deadline - time.monotonic(), 0.0)
+            wait_s = min(left, CHECK_S) if self._silences else left
+            events = poll.poll(None if wait_s == math.inf else wait_s * 1000)
             if ready := [missing[fd] for fd, _ in events if fd in missing]:
                 return ready
             if died := [others[fd] for fd, _ in events if fd in others]:
                 raise self._death(died[0])
-            if not events:
+            if not events and wait_s == left:
                 late = list(missing.values())
                 reason = f"a step failed, and workers {late} did not come back from it"
                 raise self._kill(EngineDeadError(reason))
+            self._check_silences()
             self._flush()
 
     def _receive(self, rank: int, method: Callable[..., Any]) -> Any:

@@ -39,7 +39,7 @@ OWN_OPTIONS = {"node_rank", "log_level", "log_format"}  # that may differ betwee
 
 
 def use_tcp(end: socket.socket) -> None:
-    """Send small messages at once, and notice a machine that is gone."""
+    """Send small messages at once, and notice a machine that is gone, if `Silence` does not."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", KEEPALIVE_S), ("TCP_KEEPCNT", 3)):

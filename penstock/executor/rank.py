@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -14,7 +15,8 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from penstock.distributed.mesh import Mesh, join_mesh, leave_mesh
-from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
+from penstock.executor.calls import NOTHING, Call, CallAnswer, Hello, Raised, Returned
+from penstock.executor.silence import RANK_CHECK_S, Silence
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
@@ -51,7 +53,9 @@ def serve(connection: Connection) -> None:
         worker = Worker(hello.config, source, platform, mesh)
         answer(Returned(msgspec.Raw(encode(worker.capabilities()))))
         while True:
-            call = decoder.decode(connection.recv_bytes())
+            if (message := connection.recv_bytes()) == NOTHING:
+                continue
+            call = decoder.decode(message)
             result = run_method(worker, call.method, call.args)
             if call.is_answered:
                 answer(Returned(msgspec.Raw(encode(result))))
@@ -80,7 +84,11 @@ def exit_with_engine(fd: int) -> None:
     def watch() -> None:
         hang_up = select.poll()
         hang_up.register(fd, getattr(select, "POLLRDHUP", select.POLLHUP))
-        hang_up.poll()
+        with socket.socket(fileno=os.dup(fd)) as end:
+            is_remote, silence = end.family != socket.AF_UNIX, Silence(end)
+            while not hang_up.poll(RANK_CHECK_S * 1000 if is_remote else None):
+                if silence.is_too_long():
+                    break
         time.sleep(GRACE_S)
         os._exit(1)
 

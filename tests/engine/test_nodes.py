@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -9,12 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from lost_network import lose_all
 from server.server_process import children_of
 from tiny_engine import OPTIONS, greedy_tokens, open_llm, random_prompts
 from tiny_models import make_checkpoint
@@ -25,7 +28,9 @@ from penstock.config import EngineConfig
 from penstock.executor import nodes
 from penstock.executor.base import Capabilities, merge_capabilities
 from penstock.executor.calls import Join
+from penstock.executor.multi_process import MultiProcessExecutor
 from penstock.executor.nodes import NodeListener, free_port
+from penstock.executor.silence import PAUSE_S, Silence
 from penstock.protocol.errors import ConfigError, EngineDeadError
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.version import VERSION
@@ -136,6 +141,61 @@ def test_only_node_0_runs_an_engine(tmp_path: Path) -> None:
             nnodes=2, node_rank=1)  # fmt: skip
 
 
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_a_machine_that_acknowledges_nothing_is_gone(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = connection
+    silence = Silence(ours)
+    ours.sendall(b"before")
+    assert theirs.recv(6) == b"before"
+    lose_all(theirs)
+    ours.sendall(b"after")
+    eventually(silence.is_too_long)
+
+
+def test_a_process_that_reads_nothing_is_not_gone(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine acknowledges all that fits into its buffer."""
+    ours, _ = connection
+    ours.setblocking(False)
+    silence, now = Silence(ours), time.monotonic()
+    with contextlib.suppress(BlockingIOError):
+        while ours.send(bytes(1 << 16)):
+            pass
+    eventually(lambda: silence._acknowledged_s() is None)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for _ in range(9):
+        now += PAUSE_S * 0.9
+        assert not silence.is_too_long()
+
+
+def test_a_pause_of_the_engine_is_no_silence_of_the_others(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something was sent at the end of the pause. There was no time to acknowledge it."""
+    ours, _ = connection
+    silence, now = Silence(ours), time.monotonic()
+    monkeypatch.setattr(silence, "_acknowledged_s", lambda: 99.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for _ in range(3):
+        now += PAUSE_S * 1.1
+        assert not silence.is_too_long()
+    now += PAUSE_S * 0.9
+    assert not silence.is_too_long()
+    now += PAUSE_S * 0.9
+    assert silence.is_too_long()
+
+
 def test_stages_on_two_nodes_give_one_ranks_tokens_and_a_death_is_told(tmp_path: Path) -> None:
     """The other node joins the next engine, too."""
     model, port = make_checkpoint(tmp_path, "llama"), free_port("127.0.0.1")
@@ -156,6 +216,11 @@ def test_stages_on_two_nodes_give_one_ranks_tokens_and_a_death_is_told(tmp_path:
                     greedy_tokens(llm, PROMPTS)
             with LLM(str(model), **options) as llm:
                 assert greedy_tokens(llm, PROMPTS) == expected
+                executor = llm.engine.executor
+                assert isinstance(executor, MultiProcessExecutor)
+                lose_all(executor._sockets[1])
+                with pytest.raises(EngineDeadError, match="or the network to it, is gone"):
+                    greedy_tokens(llm, PROMPTS)
             eventually(lambda: not children_of(node.pid))
         finally:
             node.terminate()
