@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from faults.streams import Answer, Streams
 from ray_nodes import RayNodes, ray_nodes
 from server_process import ServerProcess
 from test_rank_recovery import FLAGS, KINDS, make_model
+from test_rank_recovery import check_faults as check_streams
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from waiting import eventually
 
@@ -43,12 +43,19 @@ def test_too_few_nodes_are_refused(cluster: RayNodes, model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 1}],
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 1},
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
+    ],
     ids=str,
 )
 def test_ranks_on_several_nodes_give_one_ranks_tokens(
-    cluster: RayNodes, model: Path, sizes: dict[str, int]
+    cluster: RayNodes, model: Path, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
+    if "enable_expert_parallel" in sizes:
+        model = make_model(tmp_path, "mixtral")
     with open_llm(model) as llm:
         expected = greedy_tokens(llm, PROMPTS)
     with open_llm(model, **sizes, **options_of(cluster)) as llm:
@@ -90,22 +97,7 @@ def check_faults(cluster: RayNodes, model: Path, ranks: list[str], faults: list[
         assert len(cluster.nodes_with_ranks()) == 2
         calm = Streams(server).run(KINDS)
         assert [token_ids(answer) for answer in calm] == of_one_rank
-
-        async def happen(streams: Streams) -> None:
-            for fault in faults:
-                enough = streams.num_tokens + 60
-                await streams.until(lambda: streams.num_tokens >= enough)  # noqa: B023
-                engine = server.engine_pid
-                await asyncio.to_thread(fault, cluster)
-                await streams.until(lambda: server.engine_pids() not in ({engine}, set()))  # noqa: B023
-                async with httpx.AsyncClient(base_url=server.base_url, timeout=240) as client:
-                    while (await client.get("/health")).status_code != 200:
-                        await asyncio.sleep(0.05)
-
-        streams = Streams(server, timeout_s=300)
-        for answers, undisturbed in zip(streams.run_during(KINDS, happen), calm, strict=True):
-            assert answers
-            assert all(answer == undisturbed for answer in answers)
+        check_streams(server, [partial(fault, cluster) for fault in faults])
         assert server.has_logged("(Ray node ")
         assert server.stop() == 0
     eventually(lambda: not cluster.nodes_with_ranks())
