@@ -48,6 +48,7 @@ def test_stages_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
 DRAFTED = [
     ("llama", {"method": "custom", "model": "drafters:AtRandom"}),
     ("qwen3_next", {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}),
+    ("qwen2_windowed", {"method": "draft_model", "model": "itself"}),
 ]
 
 
@@ -57,6 +58,8 @@ def test_stages_verify_drafts(variant: str, settings: dict[str, Any], tmp_path: 
     checkpoint = make_checkpoint(tmp_path, variant)
     expected = tokens(checkpoint)
     settings = {**settings, "adaptive": False}
+    if settings.get("model") == "itself":
+        settings["model"] = str(checkpoint)
     with open_llm(
         checkpoint, max_num_batched_tokens=24, pipeline_parallel_size=2, speculative_config=settings
     ) as llm:
@@ -64,7 +67,7 @@ def test_stages_verify_drafts(variant: str, settings: dict[str, Any], tmp_path: 
         seeded = llm.generate(PROMPTS, SEEDED, use_tqdm=False)
         assert [each.outputs[0].token_ids for each in seeded] == expected[1]
         found = llm.engine.speculation_stats()
-        assert found.num_draft_tokens > found.num_accepted_tokens > 0
+        assert found.num_draft_tokens >= found.num_accepted_tokens > 0
 
 
 def test_a_stage_has_its_layers_and_nothing_else(tmp_path: Path) -> None:
