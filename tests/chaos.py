@@ -90,41 +90,30 @@ def good_requests() -> list[Body]:
 
 @dataclass
 class Audit:
-    """How every request ended, and what the server's process looked like meanwhile."""
+    """How every request ended, and what the processes looked like meanwhile."""
 
     ends: collections.Counter[str] = field(default_factory=collections.Counter)
     complaints: list[str] = field(default_factory=list)
     faults: collections.Counter[str] = field(default_factory=collections.Counter)
-    times_s: list[float] = field(default_factory=list)
-    server_rss: list[int] = field(default_factory=list)
-    engine_rss: list[int] = field(default_factory=list)
-    engine_pids: list[int] = field(default_factory=list)  # 0: there was none
-    num_fds: list[int] = field(default_factory=list)
+    server: Life = field(default_factory=lambda: Life())
+    engines: dict[int, Life] = field(default_factory=dict)  # by pid
+    num_fds: list[int] = field(default_factory=list)  # of the server
 
     def complain(self, what: str) -> None:
         self.complaints.append(what)
 
-    def look(self, time_s: float, server_rss: int, engine: tuple[int, int], num_fds: int) -> None:
-        """Note the size of the server and, by its pid, that of the engine."""
-        self.times_s.append(time_s)
-        self.server_rss.append(server_rss)
-        self.engine_pids.append(engine[0])
-        self.engine_rss.append(engine[1])
+    def look(self, time_s: float, server_rss: int, engines: dict[int, int], num_fds: int) -> None:
+        """Note the size of the server and, by their pids, those of the engines."""
+        self.server.add(time_s, server_rss)
+        for pid, rss in engines.items():
+            self.engines.setdefault(pid, Life()).add(time_s, rss)
         self.num_fds.append(num_fds)
 
     def memory(self) -> dict[str, Growth]:
-        """How the memory of the server and of the oldest engine grew, if they lived long enough."""
-        found = {}
-        if self.times_s and self.times_s[-1] - self.times_s[0] >= MIN_LIFE_S:
-            found["server"] = growth(self.times_s, self.server_rss)
-        lives = collections.Counter(pid for pid in self.engine_pids if pid)
-        if lives:
-            ((oldest, _),) = lives.most_common(1)
-            own = [index for index, pid in enumerate(self.engine_pids) if pid == oldest]
-            times_s = [self.times_s[index] for index in own]
-            if times_s[-1] - times_s[0] >= MIN_LIFE_S:
-                found["engine"] = growth(times_s, [self.engine_rss[index] for index in own])
-        return found
+        """How the memory of each process grew that lived long enough."""
+        lives = {"server": self.server}
+        lives |= {f"engine {pid}": life for pid, life in self.engines.items()}
+        return {whose: life.growth() for whose, life in lives.items() if life.is_long}
 
     def check_process(self, num_fds_before: int, num_fds_after: int) -> None:
         for whose, grown in self.memory().items():
@@ -144,6 +133,7 @@ class Audit:
         lines = [
             f"requests  {dict(self.ends)}",
             f"faults    {dict(self.faults)}",
+            f"engines   {len(self.engines)}",
             f"memory    {memory}",
             f"files     {min(self.num_fds)} to {max(self.num_fds)} descriptors",
             f"verdict   {'FAILED' if self.complaints else 'all right'}",
@@ -155,11 +145,13 @@ class Audit:
 
         figure = Figure(figsize=(9, 6), layout="constrained")
         memory, files = figure.subplots(2, 1, sharex=True)
-        memory.plot(self.times_s, np.array(self.server_rss) / 2**20, label="server")
-        memory.plot(self.times_s, np.array(self.engine_rss) / 2**20, label="engine", alpha=0.4)
+        memory.plot(self.server.times_s, np.array(self.server.rss) / 2**20, label="server")
+        for pid, life in self.engines.items():
+            memory.plot(life.times_s, np.array(life.rss) / 2**20, alpha=0.4, label=f"engine {pid}")
         memory.set_ylabel("resident memory, MiB")
-        memory.legend()
-        files.plot(self.times_s, self.num_fds)
+        if len(self.engines) < 10:
+            memory.legend()
+        files.plot(self.server.times_s, self.num_fds)
         files.set_ylabel("server's file descriptors")
         files.set_xlabel("seconds")
         figure.savefig(path, dpi=120)
@@ -178,14 +170,30 @@ class Growth:
         return f"{self.last / 2**20:.1f} MiB ({grown})"
 
 
-def growth(times_s: list[float], sizes: list[int]) -> Growth:
-    """By the slope of a straight line: the last size alone may be a peak or a valley."""
-    start = int(len(times_s) * WARM_UP_SHARE)
-    times, rss = np.array(times_s[start:]), np.array(sizes[start:])
-    if len(times) < 3:
-        return Growth(0.0, 0.0, sizes[-1] if sizes else 0)
-    grown = float(np.polyfit(times, rss, 1)[0]) * float(times[-1] - times[0])
-    return Growth(grown, grown / float(rss[0]), sizes[-1])
+@dataclass
+class Life:
+    """Of a process: how large it was at which times."""
+
+    times_s: list[float] = field(default_factory=list)
+    rss: list[int] = field(default_factory=list)
+
+    def add(self, time_s: float, rss: int) -> None:
+        self.times_s.append(time_s)
+        self.rss.append(rss)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its memory can be judged."""
+        return bool(self.times_s) and self.times_s[-1] - self.times_s[0] >= MIN_LIFE_S
+
+    def growth(self) -> Growth:
+        """By the slope of a straight line: the last size alone may be a peak or a valley."""
+        start = int(len(self.times_s) * WARM_UP_SHARE)
+        times, rss = np.array(self.times_s[start:]), np.array(self.rss[start:])
+        if len(times) < 3:
+            return Growth(0.0, 0.0, self.rss[-1])
+        grown = float(np.polyfit(times, rss, 1)[0]) * float(times[-1] - times[0])
+        return Growth(grown, grown / float(rss[0]), self.rss[-1])
 
 
 class Chaos:
@@ -330,9 +338,9 @@ class Chaos:
         while not self.is_over:
             await asyncio.sleep(0.5)
             pid, elapsed_s = self._server.process.pid, time.monotonic() - self._started
-            engine = next(iter(self._server.engine_pids()), 0)
-            sizes = resident_bytes(pid), (engine, resident_bytes(engine) if engine else 0)
-            self.audit.look(elapsed_s, *sizes, count_fds(pid))
+            engines = {engine: resident_bytes(engine) for engine in self._server.engine_pids()}
+            living = {engine: rss for engine, rss in engines.items() if rss}
+            self.audit.look(elapsed_s, resident_bytes(pid), living, count_fds(pid))
 
 
 def differences(found: Any, expected: Any, path: str = "") -> list[str]:

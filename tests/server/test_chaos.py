@@ -36,16 +36,17 @@ def test_so_it_does_with_several_replicas(seconds: float, tmp_path: Path) -> Non
     assert audit.faults.total() > 0
 
 
-@pytest.mark.parametrize("leaks", ["server", "engine", "none"])
+@pytest.mark.parametrize("leaks", ["server", "engine 2", "engine 3", "none"])
 def test_the_audit_finds_whose_memory_grows(leaks: str) -> None:
     audit, mib = Audit(), 2**20
     for second in range(200):
         grown = second * mib // 4
-        server = 100 * mib + (grown if leaks == "server" else 0)
-        # The engine is another one after 20 s, and a larger one: that is no growth.
-        pid, engine = (1, 50 * mib) if second < 20 else (2, 300 * mib)
-        engine += grown if leaks == "engine" else 0
-        audit.look(float(second), server, (pid, engine), 30)
+        sizes = {"server": 100, "engine 1": 50, "engine 2": 300, "engine 3": 300}
+        rss = {name: size * mib + grown * (name == leaks) for name, size in sizes.items()}
+        # The second engine is the successor of the first, and larger: that is no growth.
+        living = {1, 3} if second < 20 else {2, 3}
+        engines = {pid: rss[f"engine {pid}"] for pid in living}
+        audit.look(float(second), rss["server"], engines, 30)
     audit.check_process(30, 30)
     assert [complaint.split("'")[0] for complaint in audit.complaints] == (
         [] if leaks == "none" else [f"the {leaks}"]
@@ -55,5 +56,5 @@ def test_the_audit_finds_whose_memory_grows(leaks: str) -> None:
 def test_an_engine_that_lived_for_seconds_is_not_judged() -> None:
     audit = Audit()
     for second in range(120):
-        audit.look(float(second), 2**27, (second // 20 + 1, (second % 20) * 2**27), 30)
+        audit.look(float(second), 2**27, {second // 20 + 1: (second % 20) * 2**27}, 30)
     assert list(audit.memory()) == ["server"]
