@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +70,15 @@ def _logprobs(logprobs: dict[str, Any] | None) -> list[Any]:
 class Streams:
     """Runs requests at once against a server; counts the tokens that come."""
 
-    def __init__(self, server: ServerProcess, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        server: ServerProcess,
+        timeout_s: float = 120.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._server = server
         self._timeout_s = timeout_s
+        self._headers = headers
         self.num_tokens = 0
         self.num_begun = 0  # requests whose first token has come
 
@@ -116,8 +122,8 @@ class Streams:
     def _client(self) -> httpx.AsyncClient:
         # Each has a connection of its own. The server may close an idle one just as it is used.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.AsyncClient(
-            base_url=self._server.base_url, limits=limits, timeout=self._timeout_s
+        return self._server.async_client(
+            limits=limits, timeout=self._timeout_s, headers=self._headers
         )
 
     async def stream(self, client: httpx.AsyncClient, body: Body) -> Answer:

@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,10 +83,17 @@ class ServerProcess:
 
     def client(self, **options: Any) -> httpx.Client:
         if self.uds:
-            options["transport"] = httpx.HTTPTransport(uds=str(self.uds))
-        if self.tls_ca:
-            options["verify"] = ssl.create_default_context(cafile=str(self.tls_ca))
-        return httpx.Client(base_url=self.base_url, timeout=240, **options)
+            options["transport"] = httpx.HTTPTransport(verify=self._verify, uds=str(self.uds))
+        return httpx.Client(base_url=self.base_url, timeout=240, verify=self._verify, **options)
+
+    def async_client(self, **options: Any) -> httpx.AsyncClient:
+        if self.uds:
+            options["transport"] = httpx.AsyncHTTPTransport(verify=self._verify, uds=str(self.uds))
+        return httpx.AsyncClient(base_url=self.base_url, verify=self._verify, **options)
+
+    @property
+    def _verify(self) -> ssl.SSLContext | bool:
+        return ssl.create_default_context(cafile=str(self.tls_ca)) if self.tls_ca else True
 
     def openai(self) -> openai.OpenAI:
         """OpenAI's own client, which tries nothing twice."""
@@ -164,6 +172,25 @@ def start_scripted(folder: Path, *flags: str, name: str = "scripted") -> ServerP
         *("--logits-processors", "scripted:Script", "--served-model-name", name, *flags),
         env={"PYTHONPATH": str(Path(__file__).parent)},
     )
+
+
+def refused(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A server that does not start, and leaves no process behind."""
+    mark = f"STARTED_BY={uuid.uuid4()}"  # in the environment of all that it starts
+    ended = subprocess.run(
+        [sys.executable, "-m", "penstock", "serve", *arguments],
+        env=environment(dict([mark.split("=")])),
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    eventually(lambda: not any(mark.encode() in block for block in environments()))
+    return ended
+
+
+def environments() -> Iterator[bytes]:
+    """Of all processes that run now."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield path.read_bytes()
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -6,8 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from faults.streams import Answer, Body, Streams
 from faults.subject import GREEDY, SAMPLED, SEEDED, Subject, start_subject
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess, environment
+from server_process import ServerProcess, refused
 from waiting import eventually
 
 KINDS: list[Body] = [
@@ -32,6 +30,8 @@ KINDS: list[Body] = [
 RESTARTS = "engine_restarts_total"
 CORE = str(min(os.sched_getaffinity(0)))
 THREE = ("-dp", "3", "--max-request-crashes", "1")
+# Servers here have different policies, so the tokens through each are those of one engine.
+LEAST_LOADED = ("--data-parallel-routing", "least-loaded")
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +102,13 @@ def test_tokens_are_those_of_a_single_engine(server: ServerProcess, calm: list[A
     eventually(server.is_idle)
 
 
-def test_a_named_replica_runs_the_request(server: ServerProcess) -> None:
+def test_a_named_replica_runs_the_requests_with_the_same_tokens(
+    server: ServerProcess, calm: list[Answer]
+) -> None:
     for rank in "021":
         before = by_engine(server, "iteration_tokens_total_sum")
-        answer = server.post(
-            "/v1/completions", {**GREEDY, "max_tokens": 4}, headers={"X-data-parallel-rank": rank}
-        )
-        assert answer.status_code == 200
+        streams = Streams(server, headers={"X-data-parallel-rank": rank})
+        assert streams.run(SAMPLED) == calm[: len(SAMPLED)]
         eventually(server.is_idle)
         after = by_engine(server, "iteration_tokens_total_sum")
         assert [engine for engine in after if after[engine] > before[engine]] == [rank]
@@ -177,8 +177,9 @@ def test_a_request_that_crashes_its_engine_leaves_the_other_replicas_alone(
 
 
 def test_without_restarts_the_others_go_on(model: Path, calm: list[Answer], tmp_path: Path) -> None:
-    subject = start_subject(model, tmp_path, "-dp", "3", "--no-restart-engine")
+    subject = start_subject(model, tmp_path, "-dp", "3", "--no-restart-engine", *LEAST_LOADED)
     with subject.server as server:
+        assert Streams(server).run(KINDS) == calm
         streams = Streams(server)
         fault = kill_one(server, after_tokens=200, seed=1)
         for answers, undisturbed in zip(streams.run_during(KINDS, fault), calm, strict=True):
@@ -245,10 +246,7 @@ class Gaps(Streams):
 def test_replicas_that_cannot_be_are_refused_in_one_line(
     model: Path, flags: list[str], message: str
 ) -> None:
-    command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0", *flags]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=environment({}), timeout=240, check=False
-    )
+    ended = refused(str(model), "--port", "0", *flags)
     assert ended.returncode == 2
     (line,) = [line for line in ended.stderr.splitlines() if "error:" in line]
     assert message in line
