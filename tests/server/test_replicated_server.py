@@ -16,7 +16,7 @@ from faults.streams import Answer, Body, Streams
 from faults.subject import GREEDY, SAMPLED, SEEDED, Subject, start_subject
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess, refused
+from server_process import ServerProcess, is_running, refused
 from waiting import eventually
 
 KINDS: list[Body] = [
@@ -32,6 +32,7 @@ CORE = str(min(os.sched_getaffinity(0)))
 THREE = ("-dp", "3", "--max-request-crashes", "1")
 # Servers here have different policies, so the tokens through each are those of one engine.
 LEAST_LOADED = ("--data-parallel-routing", "least-loaded")
+ROUND_ROBIN = ("--data-parallel-routing", "round-robin")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +194,32 @@ def test_without_restarts_the_others_go_on(model: Path, calm: list[Answer], tmp_
         for pid in server.engine_pids():
             os.kill(pid, signal.SIGKILL)
         assert server.wait() == 3
+
+
+def test_a_replica_that_keeps_dying_is_taken_out_and_the_others_go_on(
+    model: Path, calm: list[Answer], tmp_path: Path
+) -> None:
+    subject = start_subject(model, tmp_path, "-dp", "2", "--max-engine-failures", "1", *ROUND_ROBIN)
+    with subject.server as server:
+        assert Streams(server).run(KINDS) == calm
+        other, victim = server.engine_pids()
+
+        async def kill_again_and_again(streams: Streams) -> None:
+            await streams.until(lambda: streams.num_begun == len(SAMPLED))
+            subject.start_gate.close()
+            while "failed" not in await asyncio.to_thread(states, server):
+                for pid in server.engine_pids() - {other}:
+                    os.kill(pid, signal.SIGKILL)
+
+        assert Streams(server).run(SAMPLED, kill_again_and_again) == calm[: len(SAMPLED)]
+        assert not is_running(victim)
+        assert server.engine_pids() == {other}
+        assert sorted(states(server)) == ["failed", "serving"]
+        lost = states(server).index("failed")
+        assert server.has_logged(f"Engine {lost} is taken out; 1 others go on")
+        assert server.get("/health").status_code == 200
+        assert server.get("/health", params={"replica": lost}).status_code == 503
+        assert Streams(server).run(KINDS) == calm
 
 
 @pytest.mark.slow
