@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +16,12 @@ from typing import cast
 import httpx
 import pytest
 from adapter_requests import ADMIN, LORA, load, unload
+from certificates import make_certificate
 from faults.saboteur import Fault, seed_of
 from faults.streams import Body, Streams
 from faults.subject import Subject, start_subject
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import DUMMY, ServerProcess, environment, is_running, name_of
+from server_process import DUMMY, ServerProcess, is_running, name_of, refused
 from tiny_adapters import write_adapters
 from waiting import eventually
 
@@ -84,6 +83,13 @@ def files_of(pid: int) -> list[str]:
         with contextlib.suppress(OSError):
             files.append(os.readlink(file))
     return files
+
+
+def has_connections(pid: int, uds: Path) -> bool:
+    """Whether a process has some of those to a Unix socket."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    own = {f"socket:[{line.split()[6]}]" for line in lines if line.endswith(f" {uds}")}
+    return not own.isdisjoint(files_of(pid))
 
 
 @contextlib.contextmanager
@@ -272,16 +278,23 @@ def test_another_version_is_shown_by_all_processes(
     assert None not in prints
 
 
-def test_a_signal_lets_the_requests_of_all_processes_finish(
+def test_on_a_unix_socket_with_tls_a_signal_lets_the_requests_of_all_processes_finish(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    subject = start_subject(tiny_model, tmp_path, *TWO, "--load-format", "dummy")
+    key, certificate = make_certificate(tmp_path)
+    subject = start_subject(
+        *(tiny_model, tmp_path, *TWO, "--load-format", "dummy"),
+        *("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)),
+        uds=tmp_path / "api",
+        tls_ca=certificate,
+    )
     with subject.server as server:
         pids = server.child_pids()
 
         async def stop(streams: Streams) -> None:
             while server.get("/load").json()["server_load"] < 4:
                 await asyncio.sleep(0.01)
+            assert all(has_connections(pid, tmp_path / "api") for pid in api_pids(server))
             server.process.send_signal(signal.SIGTERM)
             while not server.has_logged("4 requests have 25 s to finish"):
                 await asyncio.sleep(0.01)
@@ -316,11 +329,16 @@ def test_a_count_that_makes_no_sense_is_refused(count: int) -> None:
 
 
 def test_what_no_process_can_load_is_refused_in_one_line(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), "--port", "0"]
-    ended = subprocess.run(
-        [*command, *DUMMY, *TWO, "--chat-template", "/nowhere.jinja"],
-        capture_output=True, text=True, env=environment({}), timeout=240, check=False,
-    )  # fmt: skip
+    template = ("--chat-template", "/nowhere.jinja")
+    ended = refused(str(tiny_model), "--port", "0", *DUMMY, *TWO, *template)
     assert ended.returncode == 2, ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "error:" in line]
     assert "/nowhere.jinja" in line
+
+
+def test_a_port_in_use_is_refused_in_one_line(server: ServerProcess, tiny_model: Path) -> None:
+    where = ("--host", "127.0.0.1", "--port", str(server.port))
+    ended = refused(str(tiny_model), *where, *DUMMY, *TWO)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert f"cannot listen on 127.0.0.1:{server.port}" in line

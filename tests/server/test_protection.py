@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,22 +13,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from certificates import make_certificate
 from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
 KEYS = ("first-key", "second-key")
 LONG = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command to make a certificate")
-    key, certificate = folder / "key.pem", folder / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command, *subject, *files], check=True, capture_output=True)
-    return key, certificate
 
 
 @pytest.fixture(scope="module")
