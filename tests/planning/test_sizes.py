@@ -22,6 +22,7 @@ from penstock.layers.lora import LinearSlots, make_slots
 from penstock.layers.lora_vocab import EmbedSlots, HeadSlots
 from penstock.loading.gguf.file import read_gguf
 from penstock.loading.source import resolve_source
+from penstock.models import assembly, backend
 from penstock.planning.hardware import GIB
 from penstock.planning.shapes import Partition, RankShape, shape_of
 from penstock.platforms.platform import detect_platform
@@ -169,6 +170,23 @@ def test_a_gguf_file_has_the_size_of_its_blocks(tmp_path: Path) -> None:
     assert whole.weight_bytes == pytest.approx(matrices + vectors, rel=TOLERANCE)
     (half,) = planner.stages(Partition(tp=2))
     assert half.weight_bytes == pytest.approx(matrices / 2 + vectors, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("types", "tied"), [(["Q8_0"], True), (["Q4_0", "Q5_0", "F16"], False)])
+def test_a_gguf_file_has_the_size_that_a_gpus_worker_loads(
+    types: list[str], tied: bool, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", types=types, tied=tied)
+    file = read_gguf(path)
+    monkeypatch.setattr(
+        assembly, "choose_backend", lambda *_: backend._gguf_on_gpu(file, torch.bfloat16)
+    )
+    for rank in range(tp):
+        worker = open_worker(path, Mesh(RankGroup(rank, tp)), load_format="auto")
+        assert planned(worker).weight_bytes == pytest.approx(weights_of(worker), rel=TOLERANCE)
 
 
 def test_the_cache_on_an_h200_has_the_documented_size(tmp_path: Path) -> None:
