@@ -18,11 +18,18 @@ from faults.subject import GREEDY, Subject, start_subject
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from safetensors.numpy import load_file, save_file
 from server_process import ServerProcess, environment
+from tiny_adapters import write_adapter
 from waiting import eventually
 
 ADMIN = {"Authorization": "Bearer boss"}
 SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
-BODIES: list[Body] = [GREEDY, SEEDED, {**SEEDED, "n": 2, "logprobs": 2}, {**SEEDED, "seed": 5}] * 2
+BODIES: list[Body] = [
+    GREEDY,
+    SEEDED,
+    {**SEEDED, "n": 2, "logprobs": 2},
+    {**SEEDED, "seed": 5},
+    {**SEEDED, "model": "a"},
+] * 2
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +49,17 @@ def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def subject(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    flags = ("-dp", "2", "--admin-api-key", "boss")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Flags of a server with an adapter."""
+    folder = write_adapter(tmp_path_factory.mktemp("adapters") / "a", seed=0)
+    return ("--enable-lora", "--max-loras", "1", "--lora-modules", f"a={folder}")
+
+
+@pytest.fixture(scope="module")
+def subject(
+    model: Path, adapter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    flags = ("-dp", "2", "--admin-api-key", "boss", *adapter)
     subject = start_subject(model, tmp_path_factory.mktemp("two"), *flags)
     with subject.server:
         yield subject
@@ -141,35 +157,59 @@ def test_only_admins_change_replicas(subject: Subject) -> None:
     assert server.get("/replicas").status_code == 401
 
 
+@pytest.fixture(scope="module")
+def changed(
+    other: Path, adapter: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> list[Answer]:
+    """The answers of a single engine with the other weights."""
+    with start_subject(other, tmp_path_factory.mktemp("changed"), *adapter).server as server:
+        return Streams(server).run(BODIES)
+
+
 def test_another_version_is_rolled_through_while_requests_end_with_theirs(
-    subject: Subject, calm: list[Answer], model: Path, other: Path, tmp_path: Path
+    subject: Subject, calm: list[Answer], changed: list[Answer], model: Path, other: Path
 ) -> None:
+    assert all(before != after for before, after in zip(calm, changed, strict=True))
     server = subject.server
-    with start_subject(other, tmp_path).server as new:
-        expected = Streams(new).run(BODIES)
-    assert expected != calm
-    held = {**GREEDY, "seed": seed_of(Fault.WAIT, 40), "return_token_ids": True}
     fingerprint = server.post("/v1/completions", GREEDY).json()["system_fingerprint"]
-    before = server.engine_pids()
-    subject.gate.close()
-    with ThreadPoolExecutor() as threads:
-        # On the replica that is restarted last, so that its version is there until it ends.
-        last = {"X-data-parallel-rank": "1"}
-        waiting = threads.submit(server.post, "/v1/completions", held, headers=last)
-        asyncio.run(subject.gate.reached())
-        rolling = threads.submit(change, server, "/rolling_restart", model=str(other), timeout_s=0)
-        eventually(lambda: len(server.engine_pids() - before) == 1)
-        subject.gate.open()
-        (choice,) = waiting.result().json()["choices"]
-        assert [item["state"] for item in rolling.result()] == ["serving", "serving"]
-    assert choice["token_ids"] == calm[0].choices[0]["token_ids"]
-    assert Streams(server).run(BODIES) == expected
+
+    async def roll(streams: Streams) -> None:
+        await streams.until(lambda: streams.num_tokens > 50)
+        replicas = await asyncio.to_thread(
+            change, server, "/rolling_restart", model=str(other), timeout_s=0
+        )
+        assert [item["state"] for item in replicas] == ["serving", "serving"]
+
+    found = Streams(server).run_during(BODIES, roll)
+    for answers, before, after in zip(found, calm, changed, strict=True):
+        for answer in answers:
+            assert answer.error is None
+            assert answer.num_ends == 1
+            assert answer.choices.keys() == before.choices.keys()
+            for index, choice in answer.choices.items():
+                assert choice in (before.choices[index], after.choices[index])
+    assert Streams(server).run(BODIES) == changed
     now = server.post("/v1/completions", GREEDY).json()["system_fingerprint"]
     assert None not in (now, fingerprint)
     assert now != fingerprint
-    (card,) = server.get("/v1/models").json()["data"]
-    assert card["root"] == str(other)
-    change(server, "/rolling_restart", model=str(model))
+    cards = server.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == [str(model), "a"]
+    assert cards[0]["root"] == str(other)
+
+    # And back, with a request that is held on the replica that is restarted last.
+    held = {**GREEDY, "seed": seed_of(Fault.WAIT, 40), "return_token_ids": True}
+    engines = server.engine_pids()
+    subject.gate.close()
+    with ThreadPoolExecutor() as threads:
+        last = {"X-data-parallel-rank": "1"}
+        waiting = threads.submit(server.post, "/v1/completions", held, headers=last)
+        asyncio.run(subject.gate.reached())
+        rolling = threads.submit(change, server, "/rolling_restart", model=str(model), timeout_s=0)
+        eventually(lambda: len(server.engine_pids() - engines) == 1)
+        subject.gate.open()
+        (choice,) = waiting.result().json()["choices"]
+        assert [item["state"] for item in rolling.result()] == ["serving", "serving"]
+    assert choice["token_ids"] == changed[0].choices[0]["token_ids"]
     assert Streams(server).run(BODIES) == calm
     assert server.post("/v1/completions", GREEDY).json()["system_fingerprint"] == fingerprint
 

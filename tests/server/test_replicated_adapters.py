@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from adapter_requests import ADMIN, GREEDY, LORA, load, unload
+from faults.streams import Body, Streams
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import SMALL, ServerProcess
 from tiny_adapters import write_adapters
@@ -74,3 +76,29 @@ def test_a_load_reaches_all_replicas_and_those_that_start_later(
     assert unload(server, "b").status_code == 200
     assert server.post("/replicas/2/remove", {}, headers=ADMIN).status_code == 200
     assert texts(server, "a") == {first}
+
+
+def test_a_set_of_adapters_is_replaced_under_load(server: ServerProcess, folder: Path) -> None:
+    sets = [{"x": "a", "y": "b"}, {"x": "b", "y": "c"}]
+    bodies: list[Body] = [
+        {"model": name, "prompt": "Hello", **GREEDY, "max_tokens": 40} for name in sets[0]
+    ] * 3
+    for name, path in sets[0].items():
+        assert load(server, name, folder / path).status_code == 200
+    old = Streams(server).run(bodies)
+
+    async def replace(streams: Streams) -> None:
+        await streams.until(lambda: streams.num_tokens > 50)
+        for name, path in sets[1].items():
+            options = {"load_inplace": True}
+            answer = await asyncio.to_thread(load, server, name, folder / path, **options)
+            assert answer.status_code == 200, answer.text
+
+    found = Streams(server).run_during(bodies, replace)
+    new = Streams(server).run(bodies)
+    for answers, before, after in zip(found, old, new, strict=True):
+        assert before != after
+        num_before = answers.count(before)
+        assert answers == [before] * num_before + [after] * (len(answers) - num_before)
+    for name in sets[0]:
+        assert unload(server, name).status_code == 200
