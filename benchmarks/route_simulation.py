@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.messages import EngineInfo
-from penstock.engine.routing import Router
+from penstock.engine.routing import ReplicaRouter
 from penstock.kvcache.hashing import HashChain
 from penstock.kvcache.landmarks import CacheReport
 from penstock.kvcache.manager import KVCacheManager
@@ -199,7 +199,7 @@ class Simulation:
 
     def __init__(self, policy: Any, num_replicas: int) -> None:
         self.replicas = [Replica(number) for number in range(num_replicas)]
-        self.router = Router(policy)
+        self.router = ReplicaRouter(policy)
         for number, replica in enumerate(self.replicas):
             self.router.add(number, replica.info)
         self.timings: list[Timing] = []  # of each request

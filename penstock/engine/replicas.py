@@ -18,7 +18,7 @@ from penstock.engine.ledger import Ledger
 from penstock.engine.messages import EngineInfo
 from penstock.engine.observer import RequestRecord
 from penstock.engine.replica import Replica
-from penstock.engine.routing import Router
+from penstock.engine.routing import ReplicaRouter
 from penstock.platforms.cores import threads_of_replica
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError, waited_too_long
@@ -53,7 +53,7 @@ class ReplicaSet:
         self._ledger = ledger
         self._config = config
         self._policy = policy
-        self._router = Router(policy) if num_replicas > 1 else None
+        self._router = ReplicaRouter(policy)
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[str, None] = {}  # requests on no replica
@@ -86,13 +86,9 @@ class ReplicaSet:
     def enter(self, replica: Replica) -> None:
         """Add a replica, or put it in the place of another. Its engine is yet to be loaded."""
         self.members[replica.index] = replica
-        if self._router is None and len(self.members) > 1:
-            self._router = Router(self._policy)
-            for index, info in self.infos.items():
-                self.on_ready(index, info)
-            for record in self._ledger.records.values():
-                if record.replica in self.infos:
-                    self._router.choose(record.request, record.session, [record.replica])
+        if len(self.members) == 2:  # nobody had to know what the first has cached
+            for index in self.infos:
+                self._follow(index)
 
     def leave(self, index: int) -> None:
         """Remove a replica that has no requests."""
@@ -228,8 +224,7 @@ class ReplicaSet:
             self._waiting.pop(record.request_id, None)
         else:
             self.members[record.replica].dispatch.forget(record.request_id)
-        if self._router is not None:
-            self._router.finished(record.request_id)
+        self._router.finished(record.request_id)
 
     def _place(self, record: RequestRecord, rank: int | None = None) -> None:
         """Send a request to a replica. If none takes requests, it waits."""
@@ -253,8 +248,8 @@ class ReplicaSet:
 
     def _choose(self, record: RequestRecord, rank: int | None) -> int | None:
         allowed = self._allowed(record)
-        if not allowed or self._router is None:
-            return allowed[0] if allowed else None
+        if not allowed:
+            return None
         if rank in allowed:
             allowed = [rank]
         request = self._ledger.replay(record.request_id) if record.token_ids else record.request
@@ -269,13 +264,16 @@ class ReplicaSet:
             self._watch_waits()
 
     def on_ready(self, replica: int, info: EngineInfo) -> None:
-        if self._router is not None:
-            self._router.add(replica, info)
-            if self._policy == "prefix":
-                dispatch = self.members[replica].dispatch
-                task = asyncio.ensure_future(self._follow_cache(dispatch))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        self._router.add(replica, info)
+        if len(self.members) > 1:
+            self._follow(replica)
+
+    def _follow(self, replica: int) -> None:
+        """Keep the router informed of what a replica has cached, if it uses that."""
+        if self._policy == "prefix":
+            task = asyncio.ensure_future(self._follow_cache(self.members[replica].dispatch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _follow_cache(self, dispatch: Dispatch) -> None:
         """Have an engine report what its prefix cache holds."""
@@ -283,16 +281,13 @@ class ReplicaSet:
             await dispatch.call("report_cache")
 
     def on_cache(self, replica: int, update: CacheUpdate) -> None:
-        if self._router is not None:
-            self._router.published(replica, update)
+        self._router.published(replica, update)
 
     def on_start(self, request_id: str) -> None:
-        if self._router is not None:
-            self._router.started(request_id)
+        self._router.started(request_id)
 
     def on_death(self, replica: int) -> None:
-        if self._router is not None:
-            self._router.remove(replica)
+        self._router.remove(replica)
 
     def on_open(self, replica: int) -> None:
         self.place_waiting()

@@ -1,4 +1,4 @@
-"""Router: decides which replica runs a request. No I/O, no clock.
+"""ReplicaRouter: decides which replica runs a request. No I/O, no clock.
 
 Block hashes are the same in every process. So the router computes a request's hashes itself and
 looks up which replica has cached how much of its prompt.
@@ -39,7 +39,7 @@ _Found = Mapping[PrefixKeys | None, Sequence[tuple[int, bytes]]]  # landmarks: (
 class _Replica:
     """What the router knows of a replica."""
 
-    bit: int  # in `Router._holders`
+    bit: int  # in `ReplicaRouter._holders`
     prefix_keys: PrefixKeys | None
     num_kv_blocks: int
     keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest first
@@ -49,7 +49,7 @@ class _Replica:
     recent: float = 0.0  # tokens of recent work, weighted: the older the less
 
 
-class Router:
+class ReplicaRouter:
     """Chooses replicas by what they have cached and by their load.
 
     prefix: the replica with the least cost, which is the prompt tokens that are not cached there,

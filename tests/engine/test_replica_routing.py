@@ -63,7 +63,6 @@ def test_replicas_have_the_hits_of_one_engine_and_share_the_work(checkpoint: str
             assert max(counts.requests.values()) <= 1.3 * len(prompts) / 2
 
             router = llm._client.replicas._router
-            assert router is not None
             assert all(known.keys for known in router._replicas.values())
             await llm.reset_prefix_cache()
             assert not any(known.keys for known in router._replicas.values())

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.engine import routing
 from penstock.engine.messages import EngineInfo
-from penstock.engine.routing import Router
+from penstock.engine.routing import ReplicaRouter
 from penstock.kvcache.hashing import HashChain, hash_root
 from penstock.kvcache.landmarks import CacheReport, is_landmark, landmarks
 from penstock.protocol.adapter import Adapter
@@ -30,7 +30,7 @@ INFO = EngineInfo(LIMITS, num_kv_blocks=10_000, prefix_keys=KEYS)
 
 
 def make_router(num_replicas, policy="prefix"):
-    router = Router(policy)
+    router = ReplicaRouter(policy)
     for replica in range(num_replicas):
         router.add(replica, INFO)
     return router
@@ -240,7 +240,7 @@ def test_replicas_with_another_version_of_the_model_are_looked_up_by_its_hashes(
 
 
 def test_replicas_without_a_prefix_cache_are_chosen_by_load():
-    router = Router("prefix")
+    router = ReplicaRouter("prefix")
     for replica in range(3):
         router.add(replica, msgspec.structs.replace(INFO, prefix_keys=None))
     traffic = Traffic(router, range(3))
@@ -313,7 +313,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.router = Router("prefix")
+        self.router = ReplicaRouter("prefix")
         self.caches: dict[int, CacheReport] = {}
         self.placed: dict[str, int] = {}
         self.num_requests = 0
