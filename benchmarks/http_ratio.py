@@ -12,26 +12,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+HERE = Path(__file__).parents[1]
 PENSTOCK = [sys.executable, "-m", "penstock"]
 ENGINE = ["--no-enable-prefix-caching", "--log-level", "warning"]
 
 
+class Running(NamedTuple):
+    """A server that is ready."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
-def serving(options: list[str]) -> Iterator[str]:
-    """The URL of a server that is ready."""
+def serving(options: list[str], checkout: Path = HERE) -> Iterator[Running]:
+    """A server of the code of a checkout."""
     command = [*PENSTOCK, "serve", "--host", "127.0.0.1", "--port", "0", *ENGINE, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         for line in process.stdout:
             if line.startswith("  API "):
-                yield line.split()[1]
+                yield Running(line.split()[1], process.pid)
                 return
         raise SystemExit(f"the server did not start: {' '.join(command)}")
     finally:
@@ -62,9 +73,9 @@ def main() -> None:
         offline = measure(
             "throughput", *workload, "--num-iters-warmup", "1", *ENGINE, *args.engine_options
         )
-        with serving(args.engine_options) as url:
+        with serving(args.engine_options) as server:
             warm = ["--num-warmups", str(offline["num_requests"])]
-            online = measure("serve", "--base-url", url, *workload, *warm)
+            online = measure("serve", "--base-url", server.url, *workload, *warm)
         if online["failed"] or online["total_output_tokens"] != offline["num_output_tokens"]:
             raise SystemExit(f"the server did less work: {online['errors']}")
         ratios.append(online["output_throughput"] / offline["output_tokens_per_s"])
