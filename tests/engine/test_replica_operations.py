@@ -120,7 +120,10 @@ async def test_the_last_replica_that_takes_requests_stays() -> None:
 async def test_replicas_are_added_and_removed() -> None:
     site = Site(num_replicas=1)
     stream = site.bench.submit("a")
+    followed: list[int] = []  # what they have cached
+    site.replicas._follow = followed.append  # type: ignore[method-assign]
     assert await site.operations.add() == 1
+    assert followed == [0, 1]
     site.bench.submit("b")
     assert site.place_of("b") == 1, "the first has more to do"
     removing = site.start(site.operations.remove(0, timeout_s=0))
