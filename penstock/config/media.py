@@ -46,7 +46,8 @@ class MediaConfig:
     limit_mm_per_prompt: dict[str, Any] | None = option(
         None,
         'Maximum number of media items per prompt as JSON, such as {"image": 4, "video": 0}. '
-        "Default: no limit but the context. With 0 for all, the vision tower is not loaded.",
+        "Default: no limit but the context. With 0 for all that the model takes, the vision tower "
+        "is not loaded.",
     )
     language_model_only: bool = option(
         False, "Do not load the vision tower, and refuse images and videos."
@@ -133,5 +134,6 @@ class MediaConfig:
         return most
 
     @property
-    def takes_media(self) -> bool:
-        return any(self.limit_of(name) != 0 for name in MODALITIES)
+    def modalities(self) -> tuple[str, ...]:
+        """What requests may have, if the model takes it."""
+        return tuple(name for name in MODALITIES if self.limit_of(name) != 0)

@@ -55,7 +55,8 @@ def take_media(
             content = _read(part, modality, f"messages[{index}].content[{at}]")
             if frontend.media is None:
                 raise InputError(
-                    f"{content.where} is {NOUNS[modality]}, but this model takes text only: send "
+                    f"{content.where} is {NOUNS[modality]}, but this model takes text only, or its "
+                    "vision tower is not loaded (limit_mm_per_prompt, language_model_only): send "
                     "parts of type 'text'",
                     content.where,
                 )

@@ -22,7 +22,7 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
     generates: bool = True  # False: hidden states are pooled, without logits
-    takes_media: bool = False  # False: vision towers are not built
+    takes_media: tuple[str, ...] = ()  # modalities that requests may have
     num_redundant_experts: int = 0  # second copies, over all ranks that experts are spread over
 
     def in_float32(self) -> Build:

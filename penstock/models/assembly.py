@@ -59,7 +59,7 @@ def load_model(
         mesh=mesh,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
         generates=task == "generate",
-        takes_media=config.media.takes_media and task == "generate" and mesh.pp.size == 1,
+        takes_media=config.media.modalities if task == "generate" and mesh.pp.size == 1 else (),
         num_redundant_experts=config.parallel.num_redundant_experts,
     )
     merger = None

@@ -56,4 +56,4 @@ class Idefics3ForConditionalGeneration(ComposedVisionModel):
 
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
-    pass
+    modalities = ("image", "video")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig, LoadConfig
+from penstock.config.media import MODALITIES
 from penstock.layers.build import Build
 from penstock.layers.quantization import DenseMethod
 from penstock.loading.adapters.merge import MAX_RANK, Merger
@@ -61,7 +62,7 @@ def write_merged(source: ModelSource, adapter: Path, out: Path) -> MergeReport:
         1,
         Ops("cpu"),
         generates=generates,
-        takes_media=generates,  # the adapter may change a vision tower, too
+        takes_media=MODALITIES if generates else (),  # the adapter may change a vision tower
     )
     merger, model = make_merger(source, adapter, None, build, config)
     with new_checkpoint(source, out) as new:

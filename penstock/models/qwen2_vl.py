@@ -241,6 +241,7 @@ class Qwen2VLForConditionalGeneration(VisionModel, Qwen2ForCausalLM):
         {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
     )
     rotary_class = MRotary
+    modalities = ("image", "video")
     uses_mrope = True
     tower_prefix = "visual"
     tower_class: ClassVar[type[QwenTower]] = QwenTower

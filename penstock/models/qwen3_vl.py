@@ -30,7 +30,7 @@ from penstock.models.vision import (
 )
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
-from penstock.protocol.media import MediaItem
+from penstock.protocol.media import MediaItem, Modality
 
 
 class Qwen3VisionMLP(nn.Module):
@@ -117,6 +117,7 @@ class Qwen3VLModel(VisionModel):
     """What the dense model and the one with experts share."""
 
     rotary_class: ClassVar[type[Rotary]] = MRotary
+    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
     uses_mrope = True
     tower_prefix = "visual"
     renamed = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}

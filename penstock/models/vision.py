@@ -54,11 +54,16 @@ class VisionModel:
     """Mixed into a language model that has a vision tower, before its class."""
 
     media_width: int  # of a row; the hidden size, times more if later layers get rows, too
+    modalities: ClassVar[tuple[Modality, ...]] = ("image",)
     uses_mrope: ClassVar[bool] = False  # positions have three parts: time, height, width
     tower_prefix: ClassVar[str]  # the tower's attribute, and its name in checkpoints
     num_levels: int = 1  # media_width in hidden sizes
     spans: ClassVar[SpanKind] = "none"  # see StepLimits
     max_span: int = 0  # if `spans` is media: placeholders of an image in a row
+
+    @property
+    def has_tower(self) -> bool:
+        return hasattr(self, self.tower_prefix)
 
     def encode_media(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         tower: VisionTower = getattr(self, self.tower_prefix)
@@ -85,7 +90,7 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
     assert isinstance(model, VisionModel)
     prefix = model.tower_prefix
     unread: tuple[str, ...] = ("",)
-    if build.takes_media:
+    if set(build.takes_media) & set(model.modalities):
         one = replace(build.mesh, tp=RankGroup())
         tower = make(replace(build, mesh=one, linear_method=DenseMethod()))
         for layer in tower.modules():

@@ -156,7 +156,7 @@ def shape_of(
         mesh=partition.mesh(stage),
         linear_method=DeferredQuantization() if quantization is not None else DenseMethod(),
         generates=generates,
-        takes_media=config.media.takes_media and generates and partition.pp == 1,
+        takes_media=config.media.modalities if generates and partition.pp == 1 else (),
         num_redundant_experts=config.parallel.num_redundant_experts,
     )
     model = build_model(source.config, build, config.model.model_impl)
@@ -194,7 +194,7 @@ def _measure(
     """`factor`: bytes of a matrix over those in the model's type."""
     # What a vision tower computes is left out: few steps have images.
     apart = [own.experts for own in _of(model, Experts)]
-    if isinstance(model, VisionModel) and build.takes_media:
+    if isinstance(model, VisionModel) and model.has_tower:
         apart.append(getattr(model, model.tower_prefix))
     left_out = {id(part) for own in apart for part in own.modules()}
     layers = [own for own in _of(model, Linear) if id(own) not in left_out]

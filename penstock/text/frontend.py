@@ -275,7 +275,8 @@ class Frontend:
     def _process(self, media: Sequence[MediaContent]) -> list[Processed]:
         if self.media is None:
             raise InputError(
-                f"{media[0].where}: this model takes text only, or its vision tower is not loaded",
+                f"{media[0].where}: this model takes text only, or its vision tower is not loaded "
+                "(limit_mm_per_prompt, language_model_only)",
                 media[0].where,
             )
         self.media.check_counts(media)
