@@ -121,12 +121,12 @@ def encoder(llm: LLM, size: int, profile: bool) -> None:
     pixels = pixels_of(side).to(device, dtype)
     inputs = [MediaInputs("image", {"pixel_values": pixels}, {"grid_thw": [1, side, side]})]
     with torch.inference_mode():
-        whole = median_ms(lambda: model.encode_media(inputs))
+        whole = median_ms(lambda: model.tower.encode(inputs))
         products = {name: matmul_ms(*shape, device, dtype) for name, shape in shapes(tower, side)}
         attention = attention_ms(tower, side, device, dtype)
         if profile:
             with torch.profiler.profile() as found:
-                model.encode_media(inputs)
+                model.tower.encode(inputs)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
             print(found.key_averages().table(sort_by="self_device_time_total", row_limit=25))

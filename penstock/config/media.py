@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config.options import option, require
 from penstock.protocol.errors import ConfigError, InputError
@@ -51,6 +51,11 @@ class MediaConfig:
     )
     language_model_only: bool = option(
         False, "Do not load the vision tower, and refuse images and videos."
+    )
+    mm_encoder_tp_mode: Literal["data", "weights"] = option(
+        "data",
+        "How tensor-parallel ranks share the vision tower. data: each has all of it and encodes "
+        "some of the images; weights: each has a shard of its layers (docs/vision.md).",
     )
     mm_processor_kwargs: dict[str, Any] | None = option(
         None,

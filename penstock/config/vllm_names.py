@@ -120,9 +120,6 @@ NOT_SUPPORTED = {
     "ray_workers_use_nsight": _switch("leave it out"),
     "worker_cls": ForeignOption("leave it out", ("auto",)),
     "worker_extension_cls": ForeignOption("leave it out"),
-    "mm_encoder_tp_mode": ForeignOption(
-        "every rank holds the whole vision tower", ("weights", "data")
-    ),
     "mm_encoder_only": _switch("the language model is always loaded"),
     "default_mm_loras": ForeignOption("name the adapter as the model of the request"),
     "lora_extra_vocab_size": ForeignOption("adapters cannot add tokens", (256,)),

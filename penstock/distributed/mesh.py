@@ -56,6 +56,11 @@ class RankGroup:
         dist.all_gather([*stacked.unbind(0)], x.contiguous(), group=self.process_group)
         return stacked
 
+    def broadcast(self, x: torch.Tensor, rank: int) -> None:
+        """Give all ranks the tensor of one, in place."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.process_group, group_src=rank)
+
     def exchange(self, x: torch.Tensor, going: list[int], coming: list[int]) -> torch.Tensor:
         """Rows for each rank, in rank order -> the rows that the ranks have for this one."""
         out = x.new_empty((sum(coming), *x.shape[1:]))

@@ -22,6 +22,7 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
     generates: bool = True  # False: hidden states are pooled, without logits
+    shards_towers: bool = False  # of vision: over tensor-parallel ranks, by heads
     takes_media: tuple[str, ...] = ()  # modalities that requests may have
     num_redundant_experts: int = 0  # second copies, over all ranks that experts are spread over
 

@@ -1,4 +1,7 @@
-"""Layers of vision towers. A tower runs whole on every rank, outside of the forward context."""
+"""Layers of vision towers, which run outside of the forward context.
+
+Blocks may be sharded over ranks by heads and columns. What is before and behind them is whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.linear import Linear, Part, qkv_linear
+from penstock.layers.linear import Linear, Part, column_linear, qkv_linear, row_linear
 from penstock.layers.norm import Norm
 from penstock.layers.sublayers import Angles
 from penstock.ops.blocks import BlockTensor, Weight
@@ -46,6 +49,18 @@ class Segments:
     def of(lengths: list[int], device: torch.device) -> Segments:
         ends = torch.tensor([0, *lengths]).cumsum(0)
         return Segments(ends.to(torch.int32).to(device))
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What a tower's layers need to know of patches, besides their pixels.
+
+    It follows from the shape of a pass, so passes of one shape can share it.
+    """
+
+    segments: Segments
+    angles: Angles | None = None  # of rotary embeddings
+    positions: torch.Tensor | None = None  # learned ones, as wide as the layers
 
 
 class Table(nn.Module):
@@ -100,6 +115,17 @@ class PatchEmbedding(nn.Module):
         self.get_parameter(parameter).copy_(tensor)
 
 
+class Undivided(Exception):
+    """A vision tower cannot be sharded. Names what does not divide among the ranks."""
+
+
+def share_of(build: Build, count: int, what: str) -> int:
+    """This rank's share of a tower's `count` heads or columns."""
+    if count % build.tp.size:
+        raise Undivided(f"{count} {what}")
+    return count // build.tp.size
+
+
 def plain_linear(build: Build, in_features: int, out_features: int, bias: bool = True) -> Linear:
     return Linear(build, in_features, [Part("", out_features, 1)], bias)
 
@@ -152,7 +178,7 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.ops = build.ops
         self.rotate_rows = build.ops.find("rotate_rows")  # in place
-        self.num_heads = num_heads
+        self.num_heads = share_of(build, num_heads, "heads")
         self.head_dim = hidden_size // num_heads
         self.fused = fused
         self.interleaved = interleaved
@@ -160,13 +186,16 @@ class VisionAttention(nn.Module):
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if fused:
-            self.qkv = plain_linear(build, hidden_size, 3 * hidden_size, bias)
-            self.proj = plain_linear(build, hidden_size, hidden_size, output_bias)
+            parts = {"": 3 * hidden_size}
+            if build.tp.size > 1:
+                parts = dict.fromkeys(("q", "k", "v"), hidden_size)  # each is sharded by heads
+            self.qkv = column_linear(build, hidden_size, parts, bias)
+            self.proj = row_linear(build, hidden_size, hidden_size, output_bias)
         else:
             self.qkv_proj = qkv_linear(
                 build, hidden_size, num_heads, num_heads, self.head_dim, bias
             )
-            self.out_proj = plain_linear(build, hidden_size, hidden_size, output_bias)
+            self.out_proj = row_linear(build, hidden_size, hidden_size, output_bias)
 
     def forward(
         self, x: torch.Tensor, segments: Segments, angles: Angles | None = None
@@ -215,8 +244,9 @@ class VisionMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.act = act
-        self.fc1 = plain_linear(build, size, intermediate_size)
-        self.fc2 = plain_linear(build, intermediate_size, out or size)
+        share_of(build, intermediate_size, "columns")
+        self.fc1 = column_linear(build, size, {"": intermediate_size}, bias=True)
+        self.fc2 = row_linear(build, intermediate_size, out or size, bias=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.act(self.fc1(x)))

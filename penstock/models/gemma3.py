@@ -15,17 +15,11 @@ from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import Angles, RotaryAttention
+from penstock.layers.vision import Arrangement
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.gemma2 import FULL, WINDOWED, Gemma2ForCausalLM, layer_is_windowed
-from penstock.models.vision import (
-    MediaInputs,
-    VisionModel,
-    VisionTower,
-    load_tower,
-    stack_images,
-    vision_settings,
-)
+from penstock.models.vision import TileTower, VisionModel, load_tower, vision_settings
 from penstock.models.vit import Vit
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
@@ -107,7 +101,7 @@ class Gemma3Projector(nn.Module):
         self.mm_input_projection_weight.copy_(tensor)
 
 
-class Gemma3Tower(VisionTower):
+class Gemma3Tower(TileTower):
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
         self.build = build
@@ -115,10 +109,9 @@ class Gemma3Tower(VisionTower):
         self.projector = Gemma3Projector(build, raw, hidden_size, self.tower.embeddings.side)
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, counts = stack_images(items, self.build)
-        rows = self.projector(self.tower(images))
-        return list(torch.split(rows.flatten(0, 1), [n * rows.shape[1] for n in counts]))
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        rows: torch.Tensor = self.projector(self.tower(pixels, arrangement))
+        return rows
 
 
 class Gemma3ForConditionalGeneration(VisionModel, Gemma3ForCausalLM):

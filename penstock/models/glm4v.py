@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +13,15 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.layers.rotary import MRotary, Rotary
-from penstock.layers.sublayers import Angles, GatedMLP
+from penstock.layers.sublayers import GatedMLP
 from penstock.layers.vision import (
+    Arrangement,
     PatchEmbedding,
-    Segments,
     Table,
     VisionAttention,
     VisionBlock,
     plain_linear,
+    share_of,
 )
 from penstock.models.config import DecoderConfig, check_fixed, read_float, read_int
 from penstock.models.glm4 import Glm4ForCausalLM
@@ -33,6 +35,7 @@ class Glm4vMerger(GatedMLP):
     """A linear layer, a norm and a gated MLP."""
 
     def __init__(self, build: Build, size: int, intermediate_size: int) -> None:
+        share_of(build, intermediate_size, "columns")
         super().__init__(build, size, intermediate_size)
         self.proj = plain_linear(build, size, size, bias=False)
         self.post_projection_norm = LayerNorm(build, size, 1e-5, bias=True)
@@ -72,15 +75,20 @@ class Glm4vTower(QwenTower):
             fused=True,
             output_bias=False,
         )
-        mlp = GatedMLP(self.build, self.size, read_int(self.raw, "out_hidden_size"))
+        width = read_int(self.raw, "out_hidden_size")
+        share_of(self.build, width, "columns")
+        mlp = GatedMLP(self.build, self.size, width)
         return VisionBlock(attention, mlp, [self.norm(), self.norm()])
 
-    def layers(self, x: torch.Tensor, grids: Grids, angles: Angles) -> torch.Tensor:
-        x = self.post_conv_layernorm(x)
-        x = x + self._positions(grids, x.device).to(x.dtype)
-        segments = Segments.of(grids.frames, x.device)
+    def arranged(self, grids: Grids, arrangement: Arrangement) -> Arrangement:
+        positions = self._positions(grids, self.build.device).to(self.build.dtype)
+        return replace(arrangement, positions=positions)
+
+    def layers(self, x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        assert arrangement.positions is not None
+        x = self.post_conv_layernorm(x) + arrangement.positions
         for block in self.blocks:
-            x = block(x, segments, angles)
+            x = block(x, arrangement.segments, arrangement.angles)
         squares = self.post_layernorm(x).unflatten(0, (-1, self.merge**2)).transpose(1, 2)
         return self.merger(self.downsample(squares))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,15 +10,15 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear
-from penstock.layers.vision import pixel_shuffle, plain_linear
+from penstock.layers.vision import Arrangement, pixel_shuffle, plain_linear
 from penstock.models.composed import ComposedVisionModel
 from penstock.models.config import read_int
-from penstock.models.vision import MediaInputs, VisionTower, stack_images, vision_settings
+from penstock.models.vision import TileTower, VisionTower, vision_settings
 from penstock.models.vit import Vit
 from penstock.protocol.errors import ModelError
 
 
-class Idefics3Tower(VisionTower):
+class Idefics3Tower(TileTower):
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
         self.build = build
@@ -35,13 +35,12 @@ class Idefics3Tower(VisionTower):
         )
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, counts = stack_images(items, self.build)
-        x = pixel_shuffle(self.tower(images), self.scale)
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        x = pixel_shuffle(self.tower(pixels, arrangement), self.scale)
         proj = self.projection["proj"]
         assert isinstance(proj, Linear)
-        rows = proj(x.flatten(0, 1))
-        return list(torch.split(rows, [count * x.shape[1] for count in counts]))
+        rows: torch.Tensor = proj(x.flatten(0, 1))
+        return rows.view(len(x), -1, rows.shape[-1])
 
 
 class Idefics3ForConditionalGeneration(ComposedVisionModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.layers.sublayers import Angles
 from penstock.layers.vision import (
+    Arrangement,
     PatchEmbedding,
     Segments,
     Table,
+    Undivided,
     VisionAttention,
     VisionBlock,
     VisionMLP,
@@ -24,11 +26,10 @@ from penstock.layers.vision import (
 from penstock.models.composed import LLAVA_NAMES, ComposedVisionModel
 from penstock.models.config import check_fixed, read_float, read_int
 from penstock.models.vision import (
-    MediaInputs,
     Projector,
+    TileTower,
     VisionTower,
     num_feature_layers,
-    stack_images,
     vision_settings,
 )
 from penstock.protocol.errors import ModelError
@@ -51,6 +52,8 @@ class InternVitBlock(VisionBlock):
         has_bias = bool(raw.get("attention_bias", False))
         attention = VisionAttention(build, size, num_heads, has_bias, output_bias=True)
         if raw.get("use_qk_norm"):
+            if build.tp.size > 1:
+                raise Undivided("norms over all heads")
             attention.q_norm, attention.k_norm = (RMSNorm(build, size, EPS) for _ in range(2))
         width = read_int(raw, "intermediate_size")
         mlp = VisionMLP(build, size, width, activation(raw.get("hidden_act", "gelu")))
@@ -74,23 +77,27 @@ class InternVit(nn.Module):
         self.size = size
         self.side = read_int(raw, "image_size") // patch
         kernel = (read_int(raw, "num_channels", 3), patch, patch)
+        self.tile, self.patch = (kernel[0], self.side * patch, self.side * patch), patch
         self.patch_embedding = PatchEmbedding(build, size, kernel, bias=True)
         self.cls_token = Table(build, 1, 1, size)
         self.position_embeddings = Table(build, 1, self.side**2 + 1, size)
         self.layers = nn.ModuleList([InternVitBlock(build, raw) for _ in range(num_layers)])
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def arrange(self, n: int, channels: int, height: int, width: int) -> Arrangement:
+        if (channels, height, width) != self.tile:
+            raise ValueError(f"a tile must have {self.side} x {self.side} patches")
+        device = self.position_embeddings.weight.device
+        return Arrangement(Segments.of([1 + self.side**2] * n, device))
+
+    def forward(self, images: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
         """[n, channels, height, width] -> [n, 1 + patches, size]."""
         patches = self.patch_embedding.patches_of(images)
         n, rows, columns, _ = patches.shape
-        if (rows, columns) != (self.side, self.side):
-            raise ValueError(f"a tile must have {self.side} x {self.side} patches")
         x = self.patch_embedding(patches.flatten(0, 2)).unflatten(0, (n, rows * columns))
         x = torch.cat([self.cls_token.weight.expand(n, -1, -1), x], dim=1)
         x = (x + self.position_embeddings.weight).flatten(0, 1)
-        segments = Segments.of([1 + rows * columns] * n, x.device)
         for layer in self.layers:
-            x = layer(x, segments)
+            x = layer(x, arrangement.segments)
         return x.unflatten(0, (n, -1))
 
 
@@ -103,7 +110,7 @@ class InternVLProjector(Projector):
         return super().forward(self.layer_norm(x))
 
 
-class InternVLTower(VisionTower):
+class InternVLTower(TileTower):
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
         self.build = build
@@ -124,14 +131,12 @@ class InternVLTower(VisionTower):
         self.unread = tuple(rf"tower\.layers\.{i}\." for i in range(used, depth))
         self.unread += (r"tower\.mask_token$",)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, counts = stack_images(items, self.build)
-        x = self.tower(images)
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        x = self.tower(pixels, arrangement)
         if self.drops_first:
             x = x[:, 1:]
         rows: torch.Tensor = self.projector(pixel_shuffle(x, self.scale).flatten(0, 1))
-        each = len(rows) // len(images)
-        return list(torch.split(rows, [count * each for count in counts]))
+        return rows.view(len(pixels), -1, rows.shape[-1])
 
 
 class InternVLForConditionalGeneration(ComposedVisionModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm
 from penstock.layers.vision import (
+    Arrangement,
     Segments,
     Table,
     VisionAttention,
@@ -24,14 +25,7 @@ from penstock.layers.vision import (
 )
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.llama4 import Llama4ForCausalLM
-from penstock.models.vision import (
-    MediaInputs,
-    VisionModel,
-    VisionTower,
-    load_tower,
-    stack_images,
-    vision_settings,
-)
+from penstock.models.vision import TileTower, VisionModel, load_tower, vision_settings
 from penstock.protocol.errors import ModelError
 
 EPS = 1e-5
@@ -57,6 +51,7 @@ class Llama4Vit(nn.Module):
         one = 1.0 / theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
         self.frequencies = one.expand(2, -1).to(build.device)
         channels = read_int(raw, "num_channels", 3)
+        self.tile = (channels, self.side * self.patch, self.side * self.patch)
         self.patch_embedding = plain_linear(build, channels * self.patch**2, size, bias=False)
         self.class_embedding = Table(build, size)
         self.positions = Table(build, self.side**2 + 1, size)
@@ -72,26 +67,29 @@ class Llama4Vit(nn.Module):
         ]
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[n, channels, height, width] -> [n, patches, size]."""
-        patches = cut_patches(images, self.patch, self.patch)
-        n, rows, columns, _ = patches.shape
-        if (rows, columns) != (self.side, self.side):
+    def arrange(self, n: int, channels: int, height: int, width: int) -> Arrangement:
+        if (channels, height, width) != self.tile:
             raise ValueError(f"a tile must have {self.side} x {self.side} patches")
-        x = self.patch_embedding(patches.flatten(0, 2)).unflatten(0, (n, rows * columns))
-        x = torch.cat([x, self.class_embedding.weight.expand(n, 1, -1)], dim=1)
-        x = self.norm_pre((x + self.positions.weight).flatten(0, 1))
+        device = self.frequencies.device
         at = torch.arange(1, self.side + 1)
         places = torch.cartesian_prod(at, at).flip(1)  # column, row
         places = torch.cat([places, torch.zeros(1, 2, dtype=places.dtype)]).repeat(n, 1)
-        angles = axial_angles(places.to(x.device), self.frequencies)
-        segments = Segments.of([rows * columns + 1] * n, x.device)
+        angles = axial_angles(places.to(device), self.frequencies)
+        return Arrangement(Segments.of([self.side**2 + 1] * n, device), angles)
+
+    def forward(self, images: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        """[n, channels, height, width] -> [n, patches, size]."""
+        patches = cut_patches(images, self.patch, self.patch)
+        n, rows, columns, _ = patches.shape
+        x = self.patch_embedding(patches.flatten(0, 2)).unflatten(0, (n, rows * columns))
+        x = torch.cat([x, self.class_embedding.weight.expand(n, 1, -1)], dim=1)
+        x = self.norm_pre((x + self.positions.weight).flatten(0, 1))
         for layer in self.layers:
-            x = layer(x, segments, angles)
+            x = layer(x, arrangement.segments, arrangement.angles)
         return self.norm_post(x).unflatten(0, (n, -1))[:, :-1]
 
 
-class Llama4Tower(VisionTower):
+class Llama4Tower(TileTower):
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
         self.build = build
@@ -109,11 +107,10 @@ class Llama4Tower(VisionTower):
         self.fc2 = plain_linear(build, inner, width, bias=False)
         self.projector = plain_linear(build, width, hidden_size, bias=False)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, counts = stack_images(items, self.build)
-        x = pixel_shuffle(self.tower(images), self.scale)
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        x = pixel_shuffle(self.tower(pixels, arrangement), self.scale)
         rows = self.projector(F.gelu(self.fc2(F.gelu(self.fc1(x.flatten(0, 1))))))
-        return list(torch.split(rows, [count * x.shape[1] for count in counts]))
+        return rows.view(len(x), -1, rows.shape[-1])
 
 
 class Llama4ForConditionalGeneration(VisionModel, Llama4ForCausalLM):

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from penstock.layers.build import Build
+from penstock.layers.vision import Arrangement
 from penstock.models.composed import LLAVA_NAMES, ComposedVisionModel
 from penstock.models.config import read_int
 from penstock.models.pixtral import PIXTRAL_NAMES, PixtralTower
 from penstock.models.vision import (
-    MediaInputs,
     Projector,
+    TileTower,
     VisionTower,
     num_feature_layers,
-    stack_images,
     vision_settings,
 )
 from penstock.models.vit import Vit
 
 
-class LlavaTower(VisionTower):
+class LlavaTower(TileTower):
     default_layer: ClassVar[int] = -2
     default_strategy: ClassVar[str] = "default"  # without the first row, that of the class
 
@@ -37,13 +37,8 @@ class LlavaTower(VisionTower):
         self.projector = Projector(build, self.tower.size, hidden_size, raw)
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, _ = stack_images(items, self.build)
-        return list(self.features(images))
-
-    def features(self, images: torch.Tensor) -> torch.Tensor:
-        """[n, channels, height, width] -> [n, patches, hidden_size]."""
-        x = self.tower(images)
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        x = self.tower(pixels, arrangement)
         rows: torch.Tensor = self.projector(x[:, 1:] if self.drops_first else x)
         return rows
 

@@ -14,7 +14,7 @@ from penstock.layers.vision import Table
 from penstock.models.composed import LLAVA_NAMES, ComposedVisionModel
 from penstock.models.config import read_int
 from penstock.models.llava import LlavaTower
-from penstock.models.vision import MediaInputs, VisionTower, stack_images, vision_settings
+from penstock.models.vision import MediaInputs, VisionTower, vision_settings
 from penstock.protocol.errors import ModelError
 
 
@@ -45,19 +45,20 @@ class LlavaNextTower(LlavaTower):
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__(build, raw, hidden_size)
         self.image_newline = Table(build, hidden_size)
-        self.tile = read_int(vision_settings(raw), "image_size")
+        self.side = read_int(vision_settings(raw), "image_size")
         given = raw.get("image_grid_pinpoints")
         self.sizes = self.default_sizes() if given is None else _sizes(given)
 
     def default_sizes(self) -> list[tuple[int, int]]:
         grids = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
-        return [(rows * self.tile, columns * self.tile) for rows, columns in grids]
+        return [(rows * self.side, columns * self.side) for rows, columns in grids]
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, counts = stack_images(items, self.build)
-        tiles = torch.split(self.features(images), counts)
-        sizes = [item.facts["sizes"] for item in items]
-        return [self._pack(each, *size) for each, size in zip(tiles, sizes, strict=True)]
+    def split(self, rows: torch.Tensor, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+        packed = []
+        for part, item in zip(super().split(rows, items), items, strict=True):
+            height, width = item.facts["sizes"]
+            packed.append(self._pack(part.view(-1, *rows.shape[1:]), height, width))
+        return packed
 
     def _pack(self, x: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Tiles [n, patches, hidden_size] of an image of this height and width -> its rows."""
@@ -65,8 +66,8 @@ class LlavaNextTower(LlavaTower):
         whole, tiles = x[0], x[1:]
         if not len(tiles):
             return torch.cat([whole, newline[None]])
-        rows, columns = (side // self.tile for side in best_size(height, width, self.sizes))
-        side = self.tower.embeddings.side
+        rows, columns = (side // self.side for side in best_size(height, width, self.sizes))
+        side = self.side // self.tower.patch
         grid = tiles.reshape(rows, columns, side, side, -1).permute(4, 0, 2, 1, 3)
         patches = without_padding(grid.flatten(1, 2).flatten(2, 3), height, width)
         patches = self.shrink(patches, side)
@@ -94,7 +95,7 @@ class LlavaOnevisionTower(LlavaNextTower):
         self.max_tiles = int(most)
 
     def default_sizes(self) -> list[tuple[int, int]]:
-        sides = [count * self.tile for count in range(1, 7)]
+        sides = [count * self.side for count in range(1, 7)]
         return [(height, width) for height in sides for width in sides]
 
     def shrink(self, patches: torch.Tensor, side: int) -> torch.Tensor:

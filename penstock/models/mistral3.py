@@ -13,7 +13,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.vision import plain_linear
 from penstock.models.config import read_float, read_int
 from penstock.models.llava import LlavaForConditionalGeneration
-from penstock.models.pixtral import PixtralTower
+from penstock.models.pixtral import Grid, PixtralTower
 from penstock.models.vision import Projector, VisionTower
 
 
@@ -43,19 +43,21 @@ class Mistral3Projector(Projector):
 
 
 class Mistral3Tower(PixtralTower):
+    def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
+        super().__init__(build, raw, hidden_size)
+        self.merge = read_int(raw, "spatial_merge_size", 2)
+
     def make_projector(self, raw: Mapping[str, Any], hidden_size: int) -> nn.Module:
         return Mistral3Projector(self.build, self.tower.size, hidden_size, raw)
 
-    def project(
-        self, images: Sequence[torch.Tensor], grids: Sequence[tuple[int, int]]
-    ) -> list[torch.Tensor]:
+    def project(self, x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         projector = self.projector
         assert isinstance(projector, Mistral3Projector)
+        images = torch.split(projector.norm(x), [h * w for h, w in grids])
         squares = [
-            projector.squares_of(projector.norm(image), *grid)
-            for image, grid in zip(images, grids, strict=True)
+            projector.squares_of(image, *grid) for image, grid in zip(images, grids, strict=True)
         ]
-        return super().project(squares, grids)
+        return super().project(torch.cat(squares), grids)
 
 
 class Mistral3ForConditionalGeneration(LlavaForConditionalGeneration):

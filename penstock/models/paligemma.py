@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear
-from penstock.layers.vision import plain_linear
+from penstock.layers.vision import Arrangement, plain_linear
 from penstock.models.composed import LLAVA_NAMES, ComposedVisionModel
-from penstock.models.vision import MediaInputs, VisionTower, stack_images, vision_settings
+from penstock.models.vision import TileTower, VisionTower, vision_settings
 from penstock.models.vit import Vit
 
 
-class PaliGemmaTower(VisionTower):
+class PaliGemmaTower(TileTower):
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
         self.build = build
@@ -26,11 +26,10 @@ class PaliGemmaTower(VisionTower):
         )
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, _ = stack_images(items, self.build)
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
         linear = self.projector["linear"]
         assert isinstance(linear, Linear)
-        return list(linear(self.tower(images)))
+        return linear(self.tower(pixels, arrangement))
 
 
 class PaliGemmaForConditionalGeneration(ComposedVisionModel):

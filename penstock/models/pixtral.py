@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,16 +13,19 @@ from penstock.layers.build import Build
 from penstock.layers.linear import column_linear, row_linear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.vision import (
+    Arrangement,
     PatchEmbedding,
     Segments,
     VisionAttention,
     VisionBlock,
     activation,
     axial_angles,
+    share_of,
 )
 from penstock.models.config import read_float, read_int
 from penstock.models.vision import (
     MediaInputs,
+    Pass,
     Projector,
     VisionTower,
     num_feature_layers,
@@ -30,6 +34,7 @@ from penstock.models.vision import (
 from penstock.protocol.errors import ModelError
 
 EPS = 1e-5
+Grid = tuple[int, int]  # patches of an image: rows and columns
 # Names in checkpoints below ``vision.tower``.
 PIXTRAL_NAMES = {
     r"^(vision\.tower\..*)\.attention\.o_proj\.": r"\1.attn.out_proj.",
@@ -44,6 +49,7 @@ class PixtralMLP(nn.Module):
     def __init__(self, build: Build, raw: Mapping[str, Any]) -> None:
         super().__init__()
         size, width = read_int(raw, "hidden_size"), read_int(raw, "intermediate_size")
+        share_of(build, width, "columns")
         self.act = activation(raw["hidden_act"])
         self.gate_up_proj = column_linear(build, size, {"gate_proj": width, "up_proj": width})
         self.down_proj = row_linear(build, width, size)
@@ -85,23 +91,26 @@ class PixtralEncoder(nn.Module):
         ]
         self.transformer = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
-    def forward(self, images: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Images [1, channels, height, width] -> their patches together [n, size], and grids."""
-        patches = [self.patch_conv.patches_of(image)[0] for image in images]
-        grids = [(each.shape[0], each.shape[1]) for each in patches]
-        x = self.ln_pre(self.patch_conv(torch.cat([each.flatten(0, 1) for each in patches])))
+    def arrange(self, grids: Sequence[Grid]) -> Arrangement:
+        device = self.frequencies.device
         places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in grids]
-        angles = axial_angles(torch.cat(places).to(x.device), self.frequencies)
-        segments = Segments.of([h * w for h, w in grids], x.device)
+        angles = axial_angles(torch.cat(places).to(device), self.frequencies)
+        return Arrangement(Segments.of([h * w for h, w in grids], device), angles)
+
+    def forward(self, patches: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        """[n, channels * patch_size**2] -> [n, size]."""
+        x = self.ln_pre(self.patch_conv(patches))
         layers = self.transformer["layers"]
         assert isinstance(layers, nn.ModuleList)
         for layer in layers:
-            x = layer(x, segments, angles)
-        return x, grids
+            x = layer(x, arrangement.segments, arrangement.angles)
+        return x
 
 
 class PixtralTower(VisionTower):
-    """A row for each patch."""
+    """A row for each patch. The shape of a pass is the grids of its images."""
+
+    merge = 1  # patches on a side of the square that makes a row
 
     def __init__(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> None:
         super().__init__()
@@ -116,18 +125,42 @@ class PixtralTower(VisionTower):
     def make_projector(self, raw: Mapping[str, Any], hidden_size: int) -> nn.Module:
         return Projector(self.build, self.tower.size, hidden_size, raw)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+    def join(self, items: Sequence[MediaInputs]) -> Pass:
         device, dtype = self.build.device, self.build.dtype
-        images = []
+        patches = []
         for item in items:
             height, width = item.facts["sizes"]
             pixels = item.tensors["pixel_values"].to(device=device, dtype=dtype)
-            images.append(pixels.reshape(1, *pixels.shape[-3:])[..., :height, :width])
-        x, grids = self.tower(images)
-        return self.project(list(torch.split(x, [h * w for h, w in grids])), grids)
+            image = pixels.reshape(1, *pixels.shape[-3:])[..., :height, :width]
+            patches.append(self.tower.patch_conv.patches_of(image)[0])
+        grids = tuple((each.shape[0], each.shape[1]) for each in patches)
+        pixels = torch.cat([each.flatten(0, 1) for each in patches])
+        return Pass(pixels, grids, len(pixels))
 
-    def project(
-        self, images: Sequence[torch.Tensor], grids: Sequence[tuple[int, int]]
-    ) -> list[torch.Tensor]:
-        rows: torch.Tensor = self.projector(torch.cat(list(images)))
-        return list(torch.split(rows, [len(each) for each in images]))
+    def arrange(self, shape: tuple[Grid, ...]) -> tuple[Arrangement, tuple[Grid, ...]]:
+        return self.tower.arrange(shape), shape
+
+    def forward(
+        self, pixels: torch.Tensor, arrangement: tuple[Arrangement, tuple[Grid, ...]]
+    ) -> torch.Tensor:
+        arranged, grids = arrangement
+        return self.project(self.tower(pixels, arranged), grids)
+
+    def project(self, x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        rows: torch.Tensor = self.projector(x)
+        return rows
+
+    def split(self, rows: torch.Tensor, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+        _, *patch = self.tower.patch_conv.kernel
+        counts = [
+            math.prod(side // (size * self.merge) for side, size in zip(sides, patch, strict=True))
+            for sides in (item.facts["sizes"] for item in items)
+        ]
+        return list(torch.split(rows, counts))
+
+    def blank(self, num_rows: int) -> Pass:
+        height = math.isqrt(num_rows)
+        grid = (height * self.merge, num_rows // height * self.merge)
+        size = (math.prod(grid), math.prod(self.tower.patch_conv.kernel))
+        build = self.build
+        return Pass(torch.zeros(size, dtype=build.dtype, device=build.device), (grid,), size[0])

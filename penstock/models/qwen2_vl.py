@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -13,8 +15,9 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm, Norm, RMSNorm
 from penstock.layers.rotary import MRotary
-from penstock.layers.sublayers import Angles, GatedMLP
+from penstock.layers.sublayers import GatedMLP
 from penstock.layers.vision import (
+    Arrangement,
     PatchEmbedding,
     Segments,
     VisionAttention,
@@ -23,11 +26,13 @@ from penstock.layers.vision import (
     activation,
     axial_angles,
     plain_linear,
+    share_of,
 )
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.qwen2 import Qwen2ForCausalLM
 from penstock.models.vision import (
     MediaInputs,
+    Pass,
     Positions,
     VisionModel,
     VisionTower,
@@ -38,6 +43,7 @@ from penstock.protocol.errors import ModelError
 from penstock.protocol.media import MediaItem
 
 EPS = 1e-6
+Grid = tuple[int, int, int]  # patches of an item: time, height, width
 
 
 class Grids:
@@ -46,8 +52,8 @@ class Grids:
     Patches come in squares of `merge` x `merge`, which become one row of the output.
     """
 
-    def __init__(self, grids: Sequence[tuple[int, int, int]], merge: int) -> None:
-        self.grids = grids  # time, height, width
+    def __init__(self, grids: Sequence[Grid], merge: int) -> None:
+        self.grids = grids
         self.merge = merge
 
     @property
@@ -151,22 +157,52 @@ class QwenTower(VisionTower):
         attention = VisionAttention(self.build, self.size, self.num_heads, fused=True)
         return VisionBlock(attention, self.mlp(), [self.norm(), self.norm()])
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        grids = Grids([grid_of(item.facts) for item in items], self.merge)
-        device, dtype = self.build.device, self.build.dtype
+    def join(self, items: Sequence[MediaInputs]) -> Pass:
         pixels = torch.cat([item.tensors["pixel_values"] for item in items])
-        x = self.patch_embed["proj"](pixels.to(device=device, dtype=dtype))
+        pixels = pixels.to(device=self.build.device, dtype=self.build.dtype)
+        return Pass(pixels, tuple(grid_of(item.facts) for item in items), len(pixels))
+
+    def arrange(self, shape: tuple[Grid, ...]) -> Arrangement:
+        grids, device = Grids(shape, self.merge), self.build.device
         size = self.size // self.num_heads // 2
         one = 1.0 / 10000.0 ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         coordinates = torch.from_numpy(grids.coordinates()).to(device)
         angles = axial_angles(coordinates, one.expand(2, -1))
-        return list(torch.split(self.layers(x, grids, angles), grids.rows))
+        return self.arranged(grids, Arrangement(Segments.of(grids.frames, device), angles))
 
-    def layers(self, x: torch.Tensor, grids: Grids, angles: Angles) -> torch.Tensor:
-        segments = Segments.of(grids.frames, x.device)
+    def arranged(self, grids: Grids, arrangement: Arrangement) -> Arrangement:
+        """With what the layers of a subclass need besides."""
+        return arrangement
+
+    def forward(self, pixels: torch.Tensor, arrangement: Any) -> torch.Tensor:
+        return self.layers(self.patch_embed["proj"](pixels), arrangement)
+
+    def layers(self, x: torch.Tensor, arrangement: Any) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x, segments, angles)
+            x = block(x, arrangement.segments, arrangement.angles)
         return self.merger(x)
+
+    def split(self, rows: torch.Tensor, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+        grids = Grids([grid_of(item.facts) for item in items], self.merge)
+        return list(torch.split(rows, grids.rows))
+
+    def blank(self, num_rows: int) -> Pass:
+        height = math.isqrt(num_rows)
+        grid = (1, height * self.merge, num_rows // height * self.merge)
+        proj = self.patch_embed["proj"]
+        assert isinstance(proj, PatchEmbedding)
+        size = (math.prod(grid), math.prod(proj.kernel))
+        build = self.build
+        return Pass(torch.zeros(size, dtype=build.dtype, device=build.device), (grid,), size[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowArrangement(Arrangement):
+    """`segments` and `angles` are in the order of windows."""
+
+    windowed: Segments
+    patches: torch.Tensor  # in the order of windows
+    squares: torch.Tensor
 
 
 class Qwen25Tower(QwenTower):
@@ -184,25 +220,38 @@ class Qwen25Tower(QwenTower):
         return RMSNorm(self.build, self.size, EPS)
 
     def mlp(self) -> nn.Module:
-        return GatedMLP(self.build, self.size, read_int(self.raw, "intermediate_size"), bias=True)
+        intermediate_size = read_int(self.raw, "intermediate_size")
+        share_of(self.build, intermediate_size, "columns")
+        return GatedMLP(self.build, self.size, intermediate_size, bias=True)
 
-    def layers(self, x: torch.Tensor, grids: Grids, angles: Angles) -> torch.Tensor:
+    def arranged(self, grids: Grids, arrangement: Arrangement) -> WindowArrangement:
         order, lengths = grids.windows(self.window)
-        unit = self.merge**2
-        squares = torch.from_numpy(order).to(x.device)
-        patches = (squares[:, None] * unit + torch.arange(unit, device=x.device)).flatten()
-        x, angles = x[patches], (angles[0][patches], angles[1][patches])
-        everywhere = Segments.of(grids.frames, x.device)
-        windowed = Segments.of([length * unit for length in lengths], x.device)
+        unit, device = self.merge**2, self.build.device
+        squares = torch.from_numpy(order).to(device)
+        patches = (squares[:, None] * unit + torch.arange(unit, device=device)).flatten()
+        assert arrangement.angles is not None
+        cos, sin = arrangement.angles
+        return WindowArrangement(
+            arrangement.segments,
+            (cos[patches], sin[patches]),
+            windowed=Segments.of([length * unit for length in lengths], device),
+            patches=patches,
+            squares=squares,
+        )
+
+    def layers(self, x: torch.Tensor, arrangement: WindowArrangement) -> torch.Tensor:
+        x = x[arrangement.patches]
         for index, block in enumerate(self.blocks):
-            x = block(x, everywhere if index in self.full else windowed, angles)
+            is_full = index in self.full
+            segments = arrangement.segments if is_full else arrangement.windowed
+            x = block(x, segments, arrangement.angles)
         merged = self.merger(x)
         output = torch.empty_like(merged)
-        output[squares] = merged
+        output[arrangement.squares] = merged
         return output
 
 
-def grid_of(facts: Mapping[str, list[int]]) -> tuple[int, int, int]:
+def grid_of(facts: Mapping[str, list[int]]) -> Grid:
     t, h, w = facts["grid_thw"]
     return t, h, w
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,10 +14,11 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
+from penstock.layers.linear import column_linear, row_linear
 from penstock.layers.norm import LayerNorm
 from penstock.layers.rotary import MRotary, Rotary
-from penstock.layers.sublayers import Angles, Stream
-from penstock.layers.vision import Segments, Table, activation, plain_linear
+from penstock.layers.sublayers import Stream
+from penstock.layers.vision import Arrangement, Table, activation, plain_linear, share_of
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.experts import split_experts
 from penstock.models.qwen2_vl import EPS, Grids, QwenTower, mrope_positions
@@ -29,7 +31,7 @@ from penstock.models.vision import (
     vision_settings,
 )
 from penstock.ops.blocks import Weight
-from penstock.protocol.errors import ModelError
+from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.media import MediaItem, Modality
 
 
@@ -38,8 +40,9 @@ class Qwen3VisionMLP(nn.Module):
         super().__init__()
         intermediate_size = read_int(raw, "intermediate_size")
         self.act = activation(raw.get("hidden_act", "gelu_pytorch_tanh"))
-        self.linear_fc1 = plain_linear(build, size, intermediate_size)
-        self.linear_fc2 = plain_linear(build, intermediate_size, size)
+        share_of(build, intermediate_size, "columns")
+        self.linear_fc1 = column_linear(build, size, {"": intermediate_size}, bias=True)
+        self.linear_fc2 = row_linear(build, intermediate_size, size, bias=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_fc2(self.act(self.linear_fc1(x)))
@@ -85,12 +88,16 @@ class Qwen3Tower(QwenTower):
     def mlp(self) -> nn.Module:
         return Qwen3VisionMLP(self.build, self.size, self.raw)
 
-    def layers(self, x: torch.Tensor, grids: Grids, angles: Angles) -> torch.Tensor:
-        x = x + self._positions(grids, x.device).to(x.dtype)
-        segments = Segments.of(grids.frames, x.device)
+    def arranged(self, grids: Grids, arrangement: Arrangement) -> Arrangement:
+        positions = self._positions(grids, self.build.device).to(self.build.dtype)
+        return replace(arrangement, positions=positions)
+
+    def layers(self, x: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        assert arrangement.positions is not None
+        x = x + arrangement.positions
         levels: dict[int, torch.Tensor] = {}
         for index, block in enumerate(self.blocks):
-            x = block(x, segments, angles)
+            x = block(x, arrangement.segments, arrangement.angles)
             if index in self.levels:
                 number = self.levels.index(index)
                 levels[number] = self.deepstack_merger_list[number](x)
@@ -134,6 +141,15 @@ class Qwen3VLModel(VisionModel):
         self.num_levels = 1 + len(indexes)
         self.merge = read_int(raw, "spatial_merge_size", 2)
         load_tower(self, build, lambda own: Qwen3Tower(own, raw, config.hidden_size))  # type: ignore[arg-type]
+        if not self.media_width or not build.mesh.is_first_stage:
+            return
+        if len(self.stage) < len(indexes):  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"the first {len(indexes)} layers of this model take features of images, so the "
+                f"first pipeline stage must have them: pipeline_parallel_size must be at most "
+                f"{config.num_layers // len(indexes)}, got {build.mesh.pp.size}; lower it, or set "
+                "language_model_only"
+            )
         for index in range(len(indexes)):
             layer = self.model.layers[index]  # type: ignore[attr-defined]
             layer.register_forward_hook(partial(_add_level, index + 1))

@@ -6,9 +6,10 @@ that replace the embeddings of the item's placeholder tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +22,17 @@ from penstock.distributed.mesh import RankGroup
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear
 from penstock.layers.quantization import DenseMethod
-from penstock.layers.vision import activation, plain_linear
+from penstock.layers.vision import Undivided, activation, plain_linear
 from penstock.models.base import Model
 from penstock.models.runtime import hold_whole_prompts
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.limits import SpanKind, StepLimits
 from penstock.protocol.media import MediaItem, Modality
 
+logger = logging.getLogger(__name__)
+
 Positions = npt.NDArray[np.int64]
+TILE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # to which a pass of tiles is padded
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,15 @@ class MediaInputs:
     facts: Mapping[str, list[int]]
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One run of a tower, for some items together."""
+
+    pixels: torch.Tensor  # of all items, in the tower's type on its device
+    shape: tuple[Any, ...]  # passes of the same shape differ in the values of their pixels alone
+    num_patches: int
+
+
 class VisionTower(nn.Module):
     """A vision encoder and its projection to the language model's embeddings."""
 
@@ -47,12 +60,98 @@ class VisionTower(nn.Module):
 
     def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         """The rows of each item's placeholders: [num_rows, media_width]."""
+        joined = self.join(items)
+        return self.split(self(joined.pixels, self.arrange(joined.shape)), items)
+
+    def join(self, items: Sequence[MediaInputs]) -> Pass:
+        """The items as one pass."""
         raise NotImplementedError
+
+    def arrange(self, shape: tuple[Any, ...]) -> Any:
+        """What passes of a shape need besides their pixels: tensors on the device."""
+        raise NotImplementedError
+
+    def forward(self, pixels: torch.Tensor, arrangement: Any) -> torch.Tensor:
+        """The rows of a pass. Does not wait for the device, so that a graph can capture it."""
+        raise NotImplementedError
+
+    def split(self, rows: torch.Tensor, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+        """The rows of a pass by item."""
+        raise NotImplementedError
+
+    def blank(self, num_rows: int) -> Pass:
+        """A pass of about `num_rows` rows, at least one item: all pixels are 0."""
+        raise NotImplementedError
+
+    def padded(self, given: Pass) -> Pass:
+        """A pass whose first rows are those of `given`, in one of fewer shapes."""
+        return given
+
+
+class TileEncoder(Protocol):
+    """What takes the tiles of a `TileTower`."""
+
+    tile: tuple[int, int, int]  # channels, height and width
+    patch: int  # pixels on a side
+
+    def arrange(self, n: int, channels: int, height: int, width: int) -> Any: ...
+    def __call__(self, images: torch.Tensor, arrangement: Any) -> torch.Tensor: ...
+
+
+class TileTower(VisionTower):
+    """Takes tiles of one size, each alone: an item has one, or several.
+
+    Passes are [tiles, channels, height, width], and their rows [tiles, rows, media_width].
+    """
+
+    build: Build
+    tower: TileEncoder
+
+    def join(self, items: Sequence[MediaInputs]) -> Pass:
+        images = torch.cat([_tiles(item) for item in items])
+        return self._pass(images.to(device=self.build.device, dtype=self.build.dtype))
+
+    def arrange(self, shape: tuple[int, ...]) -> Any:
+        return self.tower.arrange(*shape)
+
+    def split(self, rows: torch.Tensor, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+        counts = [len(_tiles(item)) for item in items]
+        return [part.flatten(0, 1) for part in torch.split(rows[: sum(counts)], counts)]
+
+    def blank(self, num_rows: int) -> Pass:
+        one = self._blank(1)
+        rows_of_tile = self(one.pixels, self.arrange(one.shape)).shape[1]
+        return self._blank(max(num_rows // rows_of_tile, 1))
+
+    def padded(self, given: Pass) -> Pass:
+        count = len(given.pixels)
+        size = next((size for size in TILE_COUNTS if size >= count), count)
+        if size == count:
+            return given
+        blank = given.pixels.new_zeros((size - count, *given.pixels.shape[1:]))
+        return self._pass(torch.cat([given.pixels, blank]))
+
+    def _blank(self, count: int) -> Pass:
+        shape = (count, *self.tower.tile)
+        return self._pass(torch.zeros(shape, dtype=self.build.dtype, device=self.build.device))
+
+    def _pass(self, images: torch.Tensor) -> Pass:
+        shape = tuple(images.shape)
+        n, _, height, width = shape
+        patch = self.tower.patch
+        return Pass(images, shape, n * (height // patch) * (width // patch))
+
+
+def _tiles(item: MediaInputs) -> torch.Tensor:
+    """[tiles, channels, height, width]."""
+    pixels = item.tensors["pixel_values"]
+    return pixels.reshape(-1, *pixels.shape[-3:])
 
 
 class VisionModel:
     """Mixed into a language model that has a vision tower, before its class."""
 
+    item_ranks: RankGroup = RankGroup()  # each rank has the tower and encodes some of the items
     media_width: int  # of a row; the hidden size, times more if later layers get rows, too
     modalities: ClassVar[tuple[Modality, ...]] = ("image",)
     uses_mrope: ClassVar[bool] = False  # positions have three parts: time, height, width
@@ -65,42 +164,55 @@ class VisionModel:
     def has_tower(self) -> bool:
         return hasattr(self, self.tower_prefix)
 
-    def encode_media(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
+    @property
+    def tower(self) -> VisionTower:
         tower: VisionTower = getattr(self, self.tower_prefix)
-        return tower.encode(items)
+        return tower
 
     def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
         """[3, num_tokens]: the rotary positions of a prompt. With `uses_mrope` only."""
         raise NotImplementedError
 
 
-def stack_images(items: Sequence[MediaInputs], build: Build) -> tuple[torch.Tensor, list[int]]:
-    """The images or tiles of all items, [n, channels, height, width], and each item's number."""
-    pixels = [item.tensors["pixel_values"] for item in items]
-    tiles = [each.reshape(-1, *each.shape[-3:]) for each in pixels]
-    images = torch.cat(tiles).to(device=build.device, dtype=build.dtype)
-    return images, [len(each) for each in tiles]
-
-
 def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower]) -> None:
     """Give a vision-language model its tower, or leave the tower's weights unread.
 
-    A tower's weights are not quantized, and are whole on every rank.
+    A tower's weights are not quantized. The first pipeline stage has the tower: each of its ranks
+    has all of it, or a shard (`Build.shards_towers`).
     """
     assert isinstance(model, VisionModel)
     prefix = model.tower_prefix
     unread: tuple[str, ...] = ("",)
-    if set(build.takes_media) & set(model.modalities):
-        one = replace(build.mesh, tp=RankGroup())
-        tower = make(replace(build, mesh=one, linear_method=DenseMethod()))
+    takes_media = bool(set(build.takes_media) & set(model.modalities))
+    if takes_media:
+        model.media_width = model.hidden_size * model.num_levels
+    if takes_media and build.mesh.is_first_stage:
+        own = replace(build, linear_method=DenseMethod())
+        tower = _sharded(own, make) if build.shards_towers else None
+        if tower is None:
+            tower = make(replace(own, mesh=replace(build.mesh, tp=RankGroup())))
+            model.item_ranks = build.tp
         for layer in tower.modules():
             if isinstance(layer, Linear):
                 layer.takes_adapters = False  # its rows are not those of the step
         setattr(model, prefix, tower)
-        model.media_width = model.hidden_size * model.num_levels
         unread = tower.unread
-    patterns = (rf"^{prefix}\.{name}" for name in unread)
-    model.weights = replace(model.weights, elsewhere=(*model.weights.elsewhere, *patterns))
+    elsewhere = [rf"^(?!{prefix}\.)(?:{pattern})" for pattern in model.weights.elsewhere]
+    elsewhere += [rf"^{prefix}\.{name}" for name in unread]
+    model.weights = replace(model.weights, elsewhere=tuple(elsewhere))
+
+
+def _sharded(build: Build, make: Callable[[Build], VisionTower]) -> VisionTower | None:
+    """The tower with a shard of its layers on each rank; None if they do not divide."""
+    try:
+        return make(build)
+    except Undivided as error:
+        logger.warning(
+            "The vision tower is not sharded, because its %s do not divide among %d ranks: "
+            "mm_encoder_tp_mode is data",
+            error, build.tp.size,
+        )  # fmt: skip
+        return None
 
 
 def media_limits(model: Model, limits: StepLimits, config: EngineConfig) -> StepLimits:

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm
 from penstock.layers.vision import (
+    Arrangement,
     PatchEmbedding,
     Segments,
     Table,
@@ -48,18 +49,26 @@ class VitEmbeddings(nn.Module):
         self.class_embedding = build.empty(size) if is_clip else None
         self.position_embedding = Table(build, self.side**2 + int(is_clip), size)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[n, channels, height, width] -> [n, patches, hidden_size]."""
+    def forward(self, images: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[n, channels, height, width] -> [n, tokens, hidden_size]."""
         patches = self.patch_embedding.patches_of(images)
         n, rows, columns, _ = patches.shape
         x = self.patch_embedding(patches.flatten(0, 2)).unflatten(0, (n, rows * columns))
         if self.class_embedding is not None:
-            if (rows, columns) != (self.side, self.side):
-                raise ValueError(f"an image must have {self.side} x {self.side} patches")
-            first = self.class_embedding.expand(n, 1, -1)
-            return torch.cat([first, x], dim=1) + self.position_embedding.weight
+            x = torch.cat([self.class_embedding.expand(n, 1, -1), x], dim=1)
+        return x + positions
+
+    def positions(self, height: int, width: int) -> torch.Tensor:
+        """The learned positions of an image's tokens, [tokens, hidden_size]."""
+        patch = self.patch_embedding.kernel[1]
+        rows, columns = height // patch, width // patch
+        table = self.position_embedding.weight
+        if (rows, columns) == (self.side, self.side):
+            return table
+        if self.class_embedding is not None:
+            raise ValueError(f"an image must have {self.side} x {self.side} patches")
         places = self._places(rows)[:, None] * self.side + self._places(columns)
-        return x + self.position_embedding.weight[places.flatten().to(x.device)]
+        return table[places.flatten().to(table.device)]
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         if self.class_embedding is None:
@@ -96,6 +105,8 @@ class Vit(nn.Module):
         eps = read_float(raw, "layer_norm_eps", 1e-5 if is_clip else 1e-6)
         settings = {**raw, "layer_norm_eps": eps}
         self.embeddings = VitEmbeddings(build, raw, is_clip)
+        channels, self.patch, _ = self.embeddings.patch_embedding.kernel
+        self.tile = (channels, self.embeddings.side * self.patch, self.embeddings.side * self.patch)
         self.pre_layrnorm = LayerNorm(build, size, eps, bias=True) if is_clip else None
         layers = [VitLayer(build, settings, act) for _ in range(used)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
@@ -107,14 +118,19 @@ class Vit(nn.Module):
         if num_layers is not None:
             self.unread += (r"post_layernorm\.",)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def arrange(self, n: int, channels: int, height: int, width: int) -> Arrangement:
+        positions = self.embeddings.positions(height, width)
+        return Arrangement(Segments.of([len(positions)] * n, positions.device), positions=positions)
+
+    def forward(self, images: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
         """[n, channels, height, width] -> [n, tokens, hidden_size]."""
-        x = self.embeddings(images)
+        assert arrangement.positions is not None
+        x = self.embeddings(images, arrangement.positions)
         n, tokens, _ = x.shape
         x = x.flatten(0, 1)
         if self.pre_layrnorm is not None:
             x = self.pre_layrnorm(x)
-        segments = Segments.of([tokens] * n, x.device)
+        segments = arrangement.segments
         layers = self.encoder["layers"]
         assert isinstance(layers, nn.ModuleList)
         for layer in layers:

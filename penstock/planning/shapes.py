@@ -156,7 +156,8 @@ def shape_of(
         mesh=partition.mesh(stage),
         linear_method=DeferredQuantization() if quantization is not None else DenseMethod(),
         generates=generates,
-        takes_media=config.media.modalities if generates and partition.pp == 1 else (),
+        takes_media=config.media.modalities if generates else (),
+        shards_towers=config.media.mm_encoder_tp_mode == "weights",
         num_redundant_experts=config.parallel.num_redundant_experts,
     )
     model = build_model(source.config, build, config.model.model_impl)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from penstock.layers.context import MediaRows
-from penstock.models.vision import MediaInputs, Positions, VisionModel
+from penstock.models.vision import Positions, VisionModel
 from penstock.ops.attention import SpanRows
-from penstock.protocol.media import EMBEDS, DropMedia, EncodeMedia, MediaItem, MediaJob
+from penstock.protocol.media import DropMedia, EncodeMedia, MediaJob
 from penstock.protocol.step import NewRequest
 from penstock.runner.forward import ForwardInputs
 from penstock.runner.layout import StepLayout
+from penstock.runner.media_encoder import MediaEncoder
 from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import IntArray, RequestTables
 
@@ -46,8 +45,13 @@ class StepMedia:
 
 
 class MediaStore:
-    def __init__(self, model: VisionModel, tables: RequestTables) -> None:
+    """With pipeline stages, the first one alone has embeddings."""
+
+    def __init__(
+        self, model: VisionModel, tables: RequestTables, encoder: MediaEncoder | None
+    ) -> None:
         self.model = model
+        self.encoder = encoder  # None: an earlier pipeline stage has it
         self.device = tables.device
         self._rows: dict[bytes, torch.Tensor] = {}  # embeddings of items, by their hash
         self._prompts: dict[int, _Prompt] = {}  # of requests with media, by slot
@@ -61,22 +65,10 @@ class MediaStore:
         for job in jobs:
             if isinstance(job, DropMedia):
                 self._rows.pop(job.hash, None)
-        items = [job.item for job in jobs if isinstance(job, EncodeMedia)]
-        if items:
-            self._encode(items)
-
-    def _encode(self, items: Sequence[MediaItem]) -> None:
-        inputs = [read_inputs(item, self.device) for item in items]
-        raw = [one for one in inputs if EMBEDS not in one.tensors]
-        encoded = iter(self.model.encode_media(raw) if raw else ())
-        for item, one in zip(items, inputs, strict=True):
-            rows = one.tensors[EMBEDS] if EMBEDS in one.tensors else next(encoded)
-            if rows.shape != (item.num_rows, self.model.media_width):
-                raise RuntimeError(
-                    f"the vision tower gives {tuple(rows.shape)} rows for {item.num_rows} "
-                    f"placeholders of width {self.model.media_width}"
-                )
-            self._rows[item.hash] = rows.clone()  # a view would keep the batch's memory
+        encoded = [job for job in jobs if isinstance(job, EncodeMedia)]
+        if self.encoder is not None and encoded:
+            for job, rows in zip(encoded, self.encoder.encode(encoded), strict=True):
+                self._rows[job.item.hash] = rows
 
     def clear(self) -> None:
         """Forget all embeddings. The scheduler does, too."""
@@ -112,7 +104,7 @@ class MediaStore:
                     begin = max(start, first)
                     seen = slice(row + begin - first, row + end - first)
                     spans.append(SpanRows(index, seen, begin, end, in_window))
-            for item in prompt.items:
+            for item in prompt.items if self.encoder is not None else ():
                 taken = 0  # rows of the item's earlier runs
                 for distance, length in item.runs:
                     start = max(item.offset + distance, first)
@@ -166,16 +158,3 @@ class MediaStore:
             first = int(layout.seq_lens[index]) - count  # exact: prompts have no drafts
             if first < prompt.num_tokens:
                 yield index, prompt, int(layout.starts[index]), first, count
-
-
-def read_inputs(item: MediaItem, device: torch.device) -> MediaInputs:
-    """Read an item's tensors from shared memory."""
-    tensors = {}
-    with Path(item.path).open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    for each in item.tensors:
-        count = int(np.prod(each.shape))
-        array = np.frombuffer(mapped, dtype=each.dtype, count=count, offset=each.start)
-        # A copy: the file may be removed, and torch does not take memory that is read-only.
-        tensors[each.name] = torch.from_numpy(array.reshape(each.shape).copy()).to(device)
-    return MediaInputs(item.modality, tensors, item.facts)

@@ -112,7 +112,7 @@ class ModelRunner:
             from penstock.runner.sampling_graphs import SamplingGraphs
 
             self.tables = DeviceTables(*sizes)
-            self.media = _make_media(model, self.tables) if takes_media else None
+            self.media = _make_media(model, self.tables, dtype, capture_graphs, takes_media)
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
@@ -120,7 +120,7 @@ class ModelRunner:
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
-            self.media = _make_media(model, self.tables) if takes_media else None
+            self.media = _make_media(model, self.tables, dtype, capture_graphs, takes_media)
             self.steps = HostSteps(
                 model, self.tables, self.memory, num_adapter_slots, drafter, self.media
             )
@@ -280,9 +280,17 @@ class ModelRunner:
             self.drafter.take_blocks(plan)
 
 
-def _make_media(model: Model, tables: RequestTables) -> MediaStore:
+def _make_media(
+    model: Model, tables: RequestTables, dtype: torch.dtype, capture_graphs: bool, takes_media: bool
+) -> MediaStore | None:
+    if not takes_media:
+        return None
     from penstock.models.vision import VisionModel  # other models need none of it
     from penstock.runner.media import MediaStore
+    from penstock.runner.media_encoder import MediaEncoder
 
     assert isinstance(model, VisionModel)
-    return MediaStore(model, tables)
+    encoder = None
+    if model.has_tower:
+        encoder = MediaEncoder(model, tables.device, dtype, capture_graphs)
+    return MediaStore(model, tables, encoder)
