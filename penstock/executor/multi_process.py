@@ -28,6 +28,7 @@ from penstock.executor.base import merge_capabilities
 from penstock.executor.calls import NOTHING, Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.finished_jobs import FinishedJobs
 from penstock.executor.interrupts import interrupts_held
+from penstock.executor.media_content import encodes_media, with_content
 from penstock.executor.nodes import NodeListener, framed, free_port
 from penstock.executor.silence import CHECK_S, Silence
 from penstock.executor.worker import Worker
@@ -72,7 +73,8 @@ class MultiProcessExecutor:
         self._due: deque[str] = deque()  # methods of calls without answers from all ranks
         self._results: dict[int, Any] = {}  # by rank, of the first of these calls
         self._num_stages = parallel.pipeline_parallel_size
-        self._first_of_last = size - parallel.tensor_parallel_size  # rank that reports
+        self._num_tp = parallel.tensor_parallel_size
+        self._first_of_last = size - self._num_tp  # rank that reports
         self._collects_early = False
         self._finished_jobs = FinishedJobs()
         self._decoder = msgspec.msgpack.Decoder(CallAnswer)
@@ -145,7 +147,14 @@ class MultiProcessExecutor:
         self._connections.append(Connection(os.dup(ours.fileno())))
 
     def launch(self, plan: StepPlan) -> None:
-        self._send("launch", (plan,))
+        everyone = range(len(self._hosts))
+        # The first stage encodes media, whose files are on this machine.
+        remote = [rank for rank in everyone[: self._num_tp] if self._hosts[rank]]
+        if remote and encodes_media(plan):
+            self._send("launch", (with_content(plan),), ranks=remote)
+            self._send("launch", (plan,), ranks=[rank for rank in everyone if rank not in remote])
+        else:
+            self._send("launch", (plan,))
         if self._collects_early and not plan.masked:
             self._send("collect", (), is_answered=True)
 
