@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from penstock.config import EngineConfig
+from penstock.executor.peak_memory import peak_bytes
 from penstock.kvcache.layout import NO_LAYERS, plan_layout
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
@@ -66,20 +67,31 @@ def _gpu_kv_budget(
         model, kv_specs, platform.device, limits, config.cache.block_size, generates, draft_specs,
         handed_dtype,
     )  # fmt: skip
+    kept = 0  # embeddings of media
+    if limits.encoder_rows and handed_dtype is None:
+        from penstock.executor import encoder_memory  # other models need none of it
+
+        kept = encoder_memory.embeddings_bytes(model, limits)
+        # Media are encoded before the step, so both use the same memory.
+        peak = max(peak, encoder_memory.measure_pass(model, limits, platform.device))
+    peak += FIXED_BYTES
     used = total - platform.available_memory()
-    budget = int(total * share) - used - peak
+    budget = int(total * share) - used - peak - kept
     logger.info(
         "GPU memory: %.2f GiB, of which %.2f may be used; %.2f taken by weights and others, "
-        "%.2f needed by the largest step",
-        total / GIB, total * share / GIB, used / GIB, peak / GIB,
+        "%.2f needed by the largest step, %.2f by embeddings of media",
+        total / GIB, total * share / GIB, used / GIB, peak / GIB, kept / GIB,
     )  # fmt: skip
     if budget <= 0:
+        media = f", embeddings of media {kept / GIB:.2f}" if kept else ""
+        remedy = " or encoder_cache_tokens" if kept else ""
         raise ConfigError(
             f"no memory is left for the KV cache: of {total / GIB:.2f} GiB, "
             f"gpu_memory_utilization={share} allows {total * share / GIB:.2f}; weights and "
             f"others take {used / GIB:.2f} and a step of {limits.max_num_batched_tokens} "
-            f"tokens {peak / GIB:.2f}: raise gpu_memory_utilization, lower "
-            "max_num_batched_tokens or max_num_seqs, or use more GPUs (tensor_parallel_size)"
+            f"tokens {peak / GIB:.2f}{media}: raise gpu_memory_utilization, lower "
+            f"max_num_batched_tokens or max_num_seqs{remedy}, or use more GPUs "
+            "(tensor_parallel_size)"
         )
     return budget
 
@@ -95,7 +107,7 @@ def measure_peak_step(
     draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
     handed_dtype: torch.dtype | None = None,
 ) -> int:
-    """Bytes that the largest step needs beyond the weights, plus `FIXED_BYTES`.
+    """Bytes that the largest step needs beyond the weights.
 
     `handed_dtype`: of the states that an earlier pipeline stage hands on; None on the first stage.
     The step runs on a cache that has only the null block. It also compiles kernels, so that the
@@ -123,28 +135,23 @@ def measure_peak_step(
         num_prompts=len(lengths),
         num_prompt_rows=num_rows,
     )
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     steps = [metadata]
     if any(isinstance(spec, LatentSpec) for spec in specs.values()):
         # Tokens after computed ones use another attention path, with other memory needs.
         steps.append(replace(metadata, num_prompts=0, num_prompt_rows=0))
-    handed = None
-    if handed_dtype is not None:
-        states = torch.zeros((num_rows, model.hidden_size), dtype=handed_dtype, device=device)
-        handed = (states, torch.zeros_like(states))
-    for step in steps:
-        context = memory.context([step] * len(layout.groups), starts, torch.zeros_like(rows))
-        inputs = ForwardInputs(torch.zeros_like(rows), rows % longest, context, handed)
-        hidden = forward(model, inputs)
-        if generates:
-            num_samples = limits.max_num_seqs * (1 + limits.num_drafts)
-            model.logits(hidden, rows[:num_samples]).float().argmax(-1)
-        del context, hidden
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    del memory
-    torch.cuda.empty_cache()
-    return peak + FIXED_BYTES
+
+    def compute() -> None:
+        handed = None
+        if handed_dtype is not None:
+            states = torch.zeros((num_rows, model.hidden_size), dtype=handed_dtype, device=device)
+            handed = (states, torch.zeros_like(states))
+        for step in steps:
+            context = memory.context([step] * len(layout.groups), starts, torch.zeros_like(rows))
+            inputs = ForwardInputs(torch.zeros_like(rows), rows % longest, context, handed)
+            hidden = forward(model, inputs)
+            if generates:
+                num_samples = limits.max_num_seqs * (1 + limits.num_drafts)
+                model.logits(hidden, rows[:num_samples]).float().argmax(-1)
+            del context, hidden
+
+    return peak_bytes(device, compute)

@@ -186,7 +186,7 @@ class Planner:
         logits = hidden + limits.max_num_seqs * shape.vocab_rows * shape.tp * LOGIT_BYTES
         peak = max(layer, logits if shape.head is not None else 0)
         collectives = COLLECTIVES if shape.partition != Partition() else 0
-        return CONTEXT + FIXED + shape.table_bytes + peak + collectives
+        return CONTEXT + FIXED + shape.table_bytes + shape.embeddings_bytes + peak + collectives
 
     def _capacity(self, stages: Sequence[RankShape], budgets: Sequence[int]) -> tuple[int, int]:
         """The longest request, and how many of the planned length run at once."""

@@ -118,6 +118,7 @@ class RankShape:
     attention: tuple[AttentionShape, ...] = ()
     num_sums: int = 0  # over ranks, per step
     table_bytes: int = 0  # of the angles of all positions
+    embeddings_bytes: int = 0  # of media, which are kept
     widest: int = 0  # elements of a token in the layer that needs the most
 
     @property
@@ -171,6 +172,9 @@ def shape_of(
     if source.gguf is not None and quantization is None:
         factor = _gguf_factor(source.gguf, dtypes.compute.itemsize)
     shape = _measure(model, build, dtypes, factor, partition)
+    if isinstance(model, VisionModel) and model.has_tower:
+        kept = config.media.encoder_cache_tokens * model.media_width * dtypes.compute.itemsize
+        shape = replace(shape, embeddings_bytes=kept)
     if config.lora.enable_lora:
         size = _slots_bytes(model, config.lora, dtypes.compute)
         shape = replace(shape, weight_bytes=shape.weight_bytes + size)
