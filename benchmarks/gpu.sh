@@ -4,9 +4,9 @@
 #   benchmarks/gpu.sh MODELS RESULTS
 #
 # MODELS holds the folders qwen3-0.6b, qwen3-8b and qwen3-30b-a3b, each with a config.json. RESULTS
-# gets a JSON file for each line of the table. Needs a GPU, PyTorch with Triton, and msgspec, tqdm,
-# jinja2, pyyaml and llguidance, for example on PYTHONPATH. PYTHON is the interpreter (default:
-# python3).
+# gets a JSON file for each line of the table, and a text for each size of images. Needs a GPU,
+# PyTorch with Triton, and msgspec, tqdm, jinja2, pyyaml and llguidance, for example on PYTHONPATH.
+# PYTHON is the interpreter (default: python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 models=${1:?"usage: benchmarks/gpu.sh MODELS RESULTS"}
@@ -37,4 +37,8 @@ measure moe_dec1 latency qwen3-30b-a3b --workload dec1 --num-iters 3
 measure moe_dec64 latency qwen3-30b-a3b --workload dec64 --num-iters 3
 measure moe_thr throughput qwen3-30b-a3b --workload thr --num-iters 3 --num-iters-warmup 1
 measure moe_pre throughput qwen3-30b-a3b --workload pre --num-iters 3 --num-iters-warmup 1
+for size in 448 1024; do # Qwen2.5-VL-7B's shapes
+    "$python" benchmarks/gpu_vision.py --size "$size" >"$results/vision_$size.txt"
+    echo "vision_$size: done" >&2
+done
 "$python" benchmarks/gpu_table.py "$results"

@@ -38,6 +38,7 @@ LLAVA_NAMES = {
 class ComposedVisionModel(VisionModel):
     """Subclasses define the tower. `create` puts it on the language model."""
 
+    has_stages: ClassVar[bool] = True
     tower_prefix = "vision"
     renamed: ClassVar[Mapping[str, str]] = {}  # names in checkpoints
 
