@@ -125,7 +125,7 @@ class PixtralTower(VisionTower):
     def make_projector(self, raw: Mapping[str, Any], hidden_size: int) -> nn.Module:
         return Projector(self.build, self.tower.size, hidden_size, raw)
 
-    def join(self, items: Sequence[MediaInputs]) -> Pass:
+    def join(self, items: Sequence[MediaInputs]) -> list[Pass]:
         device, dtype = self.build.device, self.build.dtype
         patches = []
         for item in items:
@@ -135,7 +135,7 @@ class PixtralTower(VisionTower):
             patches.append(self.tower.patch_conv.patches_of(image)[0])
         grids = tuple((each.shape[0], each.shape[1]) for each in patches)
         pixels = torch.cat([each.flatten(0, 1) for each in patches])
-        return Pass(pixels, grids, len(pixels))
+        return [Pass(pixels, grids, len(pixels))]
 
     def arrange(self, shape: tuple[Grid, ...]) -> tuple[Arrangement, tuple[Grid, ...]]:
         return self.tower.arrange(shape), shape

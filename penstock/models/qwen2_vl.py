@@ -157,10 +157,10 @@ class QwenTower(VisionTower):
         attention = VisionAttention(self.build, self.size, self.num_heads, fused=True)
         return VisionBlock(attention, self.mlp(), [self.norm(), self.norm()])
 
-    def join(self, items: Sequence[MediaInputs]) -> Pass:
+    def join(self, items: Sequence[MediaInputs]) -> list[Pass]:
         pixels = torch.cat([item.tensors["pixel_values"] for item in items])
         pixels = pixels.to(device=self.build.device, dtype=self.build.dtype)
-        return Pass(pixels, tuple(grid_of(item.facts) for item in items), len(pixels))
+        return [Pass(pixels, tuple(grid_of(item.facts) for item in items), len(pixels))]
 
     def arrange(self, shape: tuple[Grid, ...]) -> Arrangement:
         grids, device = Grids(shape, self.merge), self.build.device

@@ -32,7 +32,7 @@ from penstock.protocol.media import MediaItem, Modality
 logger = logging.getLogger(__name__)
 
 Positions = npt.NDArray[np.int64]
-TILE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # to which a pass of tiles is padded
+TILE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # to which passes of tiles are padded
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class VisionTower(nn.Module):
 
     def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         """The rows of each item's placeholders: [num_rows, media_width]."""
-        joined = self.join(items)
-        return self.split(self(joined.pixels, self.arrange(joined.shape)), items)
+        rows = [self(each.pixels, self.arrange(each.shape)) for each in self.join(items)]
+        return self.split(torch.cat(rows), items)
 
-    def join(self, items: Sequence[MediaInputs]) -> Pass:
-        """The items as one pass."""
+    def join(self, items: Sequence[MediaInputs]) -> list[Pass]:
+        """The items as one pass, or as several if they need too much memory together."""
         raise NotImplementedError
 
     def arrange(self, shape: tuple[Any, ...]) -> Any:
@@ -76,7 +76,7 @@ class VisionTower(nn.Module):
         raise NotImplementedError
 
     def split(self, rows: torch.Tensor, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        """The rows of a pass by item."""
+        """The rows of all passes by item. Those of padding are left out."""
         raise NotImplementedError
 
     def blank(self, num_rows: int) -> Pass:
@@ -107,9 +107,10 @@ class TileTower(VisionTower):
     build: Build
     tower: TileEncoder
 
-    def join(self, items: Sequence[MediaInputs]) -> Pass:
+    def join(self, items: Sequence[MediaInputs]) -> list[Pass]:
         images = torch.cat([_tiles(item) for item in items])
-        return self._pass(images.to(device=self.build.device, dtype=self.build.dtype))
+        images = images.to(device=self.build.device, dtype=self.build.dtype)
+        return [self._pass(part) for part in torch.split(images, TILE_COUNTS[-1])]
 
     def arrange(self, shape: tuple[int, ...]) -> Any:
         return self.tower.arrange(*shape)
@@ -121,11 +122,11 @@ class TileTower(VisionTower):
     def blank(self, num_rows: int) -> Pass:
         one = self._blank(1)
         rows_of_tile = self(one.pixels, self.arrange(one.shape)).shape[1]
-        return self._blank(max(num_rows // rows_of_tile, 1))
+        return self._blank(min(max(num_rows // rows_of_tile, 1), TILE_COUNTS[-1]))
 
     def padded(self, given: Pass) -> Pass:
         count = len(given.pixels)
-        size = next((size for size in TILE_COUNTS if size >= count), count)
+        size = next(size for size in TILE_COUNTS if size >= count)
         if size == count:
             return given
         blank = given.pixels.new_zeros((size - count, *given.pixels.shape[1:]))

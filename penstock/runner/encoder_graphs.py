@@ -33,9 +33,9 @@ class EncoderGraphs:
         self._tower = tower
         self._pool = pool
         layers = [module for module in tower.modules() if isinstance(module, Linear)]
-        # What launches collectives, or reads a step's adapters, is not captured.
+        # What launches collectives, or looks for adapters, is not captured.
         self._may_capture = pool.enabled and all(
-            layer.build.tp.size == 1 and not layer.takes_adapters for layer in layers
+            layer.build.tp.size == 1 and layer.adapter is None for layer in layers
         )
         weights = [layer.in_features * layer.out_features for layer in layers]
         self._max_patches = MAX_PADDED_WORK * len(weights) / sum(weights)
@@ -44,8 +44,11 @@ class EncoderGraphs:
 
     def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
         """As `VisionTower.encode`. The results are valid until the next call."""
-        given = self._tower.padded(self._tower.join(items))
-        return self._tower.split(self._run(given), items)
+        passes = [self._tower.padded(each) for each in self._tower.join(items)]
+        if len(passes) == 1:
+            return self._tower.split(self._run(passes[0]), items)
+        rows = [self._run(each).clone() for each in passes]  # the next may replay the same graph
+        return self._tower.split(torch.cat(rows), items)
 
     def _run(self, given: Pass) -> torch.Tensor:
         captured = self._captured.get(given.shape)

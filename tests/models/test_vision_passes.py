@@ -170,9 +170,10 @@ def test_tiles_are_padded_to_few_numbers(tmp_path: Path) -> None:
         assert [len(rows) for rows in found] == [4 * size for size in sizes]
         torch.testing.assert_close(found, model.tower.encode(items), rtol=1e-4, atol=1e-5)
     assert (pool.num_captured, pool.num_replayed) == (1, 3)
-    most = images(model, TILE_COUNTS[-1] + 1)
-    given = model.tower.join(most)
-    assert model.tower.padded(given) is given
+    most = images(model, 2 * TILE_COUNTS[-1] + 1)  # in three passes, two of one shape
+    assert [len(each.pixels) for each in model.tower.join(most)] == [64, 64, 1]
+    torch.testing.assert_close(graphs.encode(most), model.tower.encode(most), rtol=1e-4, atol=1e-5)
+    assert pool.num_captured == 2
 
 
 @torch.inference_mode()
