@@ -75,6 +75,7 @@ def _gpu_kv_budget(
         # Media are encoded before the step, so both use the same memory.
         peak = max(peak, encoder_memory.measure_pass(model, limits, platform.device))
     peak += FIXED_BYTES
+    torch.cuda.empty_cache()
     used = total - platform.available_memory()
     budget = int(total * share) - used - peak - kept
     logger.info(
