@@ -35,6 +35,7 @@ from penstock.text.pooling import (
     join_pieces,
     pooling_info,
     prepare_pieces,
+    read_pooling_prompt,
 )
 from penstock.text.prompts import Prompt, read_media, read_prompt
 from penstock.text.user_tokenizer import UserTokenizer
@@ -201,16 +202,16 @@ class AsyncLLM:
         `RequestFault` if it was aborted. An output that failed has an `error`.
         """
         params = pooling_params or PoolingParams()
-        text, cache_salt = read_prompt(prompt)
+        given, cache_salt = read_pooling_prompt(prompt)
         truncation = InputTruncation(truncate_prompt_tokens)
         options = InputOptions(truncation, priority=priority, cache_salt=cache_salt)
         await self._ensure_started()
         frontend = self.frontend
         with self._registered(request_id) as (request_id, own_id):
-            pieces = await asyncio.to_thread(
-                prepare_pieces, frontend, own_id, text, params, options
+            prepared = await asyncio.to_thread(
+                prepare_pieces, frontend, own_id, given, params, options
             )
-            pieces = with_adapter(pieces, await self._adapter_of(lora_request))
+            pieces = with_adapter(prepared.pieces, await self._adapter_of(lora_request))
             ended: dict[str, EngineDelta] = {}
             with contextlib.closing(self._submit(request_id, pieces)) as stream:
                 async for deltas in stream:

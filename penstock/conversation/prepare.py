@@ -32,23 +32,18 @@ class PreparedTurn:
     reader: TurnReader
 
 
-def render_turn(frontend: Frontend, request: TurnRequest) -> str:
-    """Render the prompt of a turn. Slow: call it in a thread."""
-    return _render(frontend, request)[0]
-
-
 def tokenize_turn(frontend: Frontend, request: TurnRequest, limit: int) -> list[int]:
     """The prompt's tokens, those of its media included. Slow: call it in a thread.
 
     Raises `TooManyTokens` if there are more than `limit`.
     """
-    prompt, media = _render(frontend, request)
+    prompt, media = render_turn(frontend, request)
     special = request.options.add_special_tokens
     return frontend.tokenize(prompt, special, limit, media)[1]
 
 
-def _render(frontend: Frontend, request: TurnRequest) -> tuple[str, list[MediaContent]]:
-    """The prompt, with placeholders for its media, and these."""
+def render_turn(frontend: Frontend, request: TurnRequest) -> tuple[str, list[MediaContent]]:
+    """The prompt of a turn, with placeholders for its media, and these. Slow: call it in a thread."""
     if request.chat_template is not None and not frontend.chat.trust_request_chat_template:
         raise InputError(
             "chat_template is not allowed in requests: start the server with "
@@ -92,7 +87,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], others: Collection[str] = (
 def prepare_turn(frontend: Frontend, request: TurnRequest, request_id: str) -> PreparedTurn:
     """Check, render and tokenize a turn. Raises `InputError`. Slow: call it in a thread."""
     _check_tool_choice(frontend, request)
-    prompt, media = _render(frontend, request)
+    prompt, media = render_turn(frontend, request)
     context = ParserContext(
         prompt=prompt[-PROMPT_TAIL:],
         continued=_continued_text(request),

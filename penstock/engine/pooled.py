@@ -38,8 +38,9 @@ from penstock.text.pooling import (
     join_pieces,
     pooling_info,
     prepare_pieces,
+    read_pooling_prompt,
 )
-from penstock.text.prompts import Prompt, read_prompt, with_priorities
+from penstock.text.prompts import Prompt, with_priorities
 from penstock.text.scoring import (
     check_instruction,
     pair_up,
@@ -99,7 +100,7 @@ class PoolingMethods:
         adapters = self._adapters_of_pooled(lora_request, len(items))
         inputs = []
         for item, order in items:
-            prompt, cache_salt = read_prompt(item)
+            prompt, cache_salt = read_pooling_prompt(item)
             options = InputOptions(truncation, priority=order, cache_salt=cache_salt)
             inputs.append((prompt, params, options))
         return self._pool(inputs, adapters, use_tqdm)
@@ -185,10 +186,12 @@ class PoolingMethods:
         use_tqdm: bool,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         prepared = []
+        media = []  # whose files are there until all requests ended
         for (prompt, params, options), adapter in zip(inputs, adapters, strict=True):
             own_id = str(next(self._ids))
-            pieces = prepare_pieces(self.frontend, own_id, prompt, params, options)
-            prepared.append((with_adapter(pieces, adapter), params))
+            own = prepare_pieces(self.frontend, own_id, prompt, params, options)
+            prepared.append((with_adapter(own.pieces, adapter), params))
+            media += own.media
         requests = [piece for pieces, _ in prepared for piece in pieces]
         info, deltas = (
             pooling_info(self.frontend),

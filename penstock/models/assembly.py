@@ -59,7 +59,7 @@ def load_model(
         mesh=mesh,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
         generates=task == "generate",
-        takes_media=config.media.modalities if task == "generate" else (),
+        takes_media=config.media.modalities,
         shards_towers=config.media.mm_encoder_tp_mode == "weights",
         num_redundant_experts=config.parallel.num_redundant_experts,
     )

@@ -297,6 +297,6 @@ def _without_head(weights: WeightTable) -> WeightTable:
     """
     return replace(
         weights,
-        ignored=(*weights.ignored, r"^lm_head\."),
+        ignored=(*weights.ignored, r"^(language_model\.)?lm_head\."),
         renamed={**weights.renamed, r"^(?!model\.|lm_head\.|score\.)": "model."},
     )

@@ -35,6 +35,7 @@ class PaliGemmaTower(TileTower):
 class PaliGemmaForConditionalGeneration(ComposedVisionModel):
     renamed = LLAVA_NAMES
     spans = "prompt"
+    is_causal = True  # beyond these spans, whatever text_config says of bidirectional attention
 
     def make_tower(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> VisionTower:
         return PaliGemmaTower(build, raw, hidden_size)

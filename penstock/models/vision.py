@@ -200,7 +200,10 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
         unread = tower.unread
     elsewhere = [rf"^(?!{prefix}\.)(?:{pattern})" for pattern in model.weights.elsewhere]
     elsewhere += [rf"^{prefix}\.{name}" for name in unread]
-    model.weights = replace(model.weights, elsewhere=tuple(elsewhere))
+    weights = replace(model.weights, elsewhere=tuple(elsewhere))
+    if not build.generates:  # names without a prefix become those of the language model
+        weights = weights.renaming({rf"^(model\.)?{prefix}\.": f"{prefix}."})
+    model.weights = weights
 
 
 def _sharded(build: Build, make: Callable[[Build], VisionTower]) -> VisionTower | None:

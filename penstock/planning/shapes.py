@@ -157,7 +157,7 @@ def shape_of(
         mesh=partition.mesh(stage),
         linear_method=DeferredQuantization() if quantization is not None else DenseMethod(),
         generates=generates,
-        takes_media=config.media.modalities if generates else (),
+        takes_media=config.media.modalities,
         shards_towers=config.media.mm_encoder_tp_mode == "weights",
         num_redundant_experts=config.parallel.num_redundant_experts,
     )

@@ -6,18 +6,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError, InputOverflow
+from penstock.protocol.media import MediaItem
 from penstock.protocol.pooling import Payload, PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import check_int
 from penstock.text.frontend import Frontend, check_salt
+from penstock.text.prompts import Prompt, read_media, read_prompt
 from penstock.text.scoring import DEFAULT_INSTRUCTION, check_instruction
 from penstock.text.tokenizer import TooManyTokens
+
+if TYPE_CHECKING:
+    from penstock.media.content import MediaContent
+    from penstock.media.frontend import Processed
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,23 @@ class Pair:
     instruction: str | None = None  # for the model's template, if it has one
 
 
-PoolingPrompt = str | Sequence[int] | Pair
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A prompt with images or videos."""
+
+    prompt: str | Sequence[int]
+    media: Sequence[MediaContent]
+
+
+PoolingPrompt = str | Sequence[int] | Pair | MediaPrompt
+
+
+@dataclass(frozen=True)
+class PreparedInput:
+    """An input's engine requests: one, or several for a long text."""
+
+    pieces: list[EngineRequest]
+    media: Sequence[Processed] = ()  # their files live as long as this
 
 
 @dataclass(frozen=True)
@@ -57,13 +79,20 @@ class InputOptions:
 DEFAULT_OPTIONS = InputOptions()
 
 
+def read_pooling_prompt(prompt: Prompt) -> tuple[PoolingPrompt, str | None]:
+    """A prompt of the Python API with its media, and its cache_salt."""
+    given, cache_salt = read_prompt(prompt)
+    media = read_media(prompt)
+    return MediaPrompt(given, media) if media else given, cache_salt
+
+
 def prepare_pooling(
     frontend: Frontend,
     request_id: str,
     prompt: PoolingPrompt,
     params: PoolingParams,
     options: InputOptions = DEFAULT_OPTIONS,
-) -> EngineRequest:
+) -> PreparedInput:
     """Check and tokenize one request. `InputError` says what is wrong with it."""
     truncation, field = options.truncation, options.field
     info = pooling_info(frontend)
@@ -74,7 +103,11 @@ def prepare_pooling(
     check_salt(options.cache_salt)
     limit = _limit(frontend, truncation)
     second_segment, num_unpooled = None, 0
-    if isinstance(prompt, Pair):
+    media: Sequence[Processed] = ()
+    placed: list[MediaItem] = []
+    if isinstance(prompt, MediaPrompt):
+        media, token_ids, placed = _encode_media(frontend, prompt, params, options)
+    elif isinstance(prompt, Pair):
         template = info.score_template
         check_instruction(info, prompt.instruction)
         encode = _encode_pair if template is None else partial(_encode_templated, template)
@@ -85,21 +118,21 @@ def prepare_pooling(
         if most is not None and most < limit:
             limit, truncation = most, replace(truncation, num_tokens=most)
         token_ids = _encode(frontend, text, replace(options, truncation=truncation), limit)
-        if before := info.unpooled_text(params):
-            num_unpooled = _num_unpooled(frontend, before, options.add_special_tokens)
-            _check_cut(len(token_ids), num_unpooled, truncation, field)
     else:
-        if params.prompt_name is not None:
-            raise InputError("prompt_name is for texts, not for token ids", "prompt_name")
+        _check_no_prompt_name(params)
         token_ids = list(prompt)
         if truncation.num_tokens is not None:
             token_ids = token_ids[:limit] if truncation.side == "first" else token_ids[-limit:]
         frontend.check_token_ids(token_ids, field)
+    given = prompt.prompt if isinstance(prompt, MediaPrompt) else prompt
+    if isinstance(given, str) and (before := info.unpooled_text(params)):
+        num_unpooled = _num_unpooled(frontend, before, options.add_special_tokens)
+        _check_cut(len(token_ids), num_unpooled, truncation, field)
     if not token_ids:
         raise InputError(f"{field} must contain at least one token, got none", field)
     if len(token_ids) > frontend.max_model_len:
         raise InputOverflow(len(token_ids), frontend.max_model_len, field)
-    return EngineRequest(
+    request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
         params=params,
@@ -115,7 +148,9 @@ def prepare_pooling(
         ),
         num_unpooled=num_unpooled,
         second_segment=second_segment,
+        media=placed,
     )
+    return PreparedInput([request], media)
 
 
 def prepare_pieces(
@@ -124,17 +159,17 @@ def prepare_pieces(
     prompt: PoolingPrompt,
     params: PoolingParams,
     options: InputOptions = DEFAULT_OPTIONS,
-) -> list[EngineRequest]:
+) -> PreparedInput:
     """Like `prepare_pooling`, but an input longer than the context may be embedded in pieces.
 
     `join_pieces` combines their vectors.
     """
     info = pooling_info(frontend)
     try:
-        return [prepare_pooling(frontend, request_id, prompt, params, options)]
+        return prepare_pooling(frontend, request_id, prompt, params, options)
     except InputOverflow:
         if (
-            isinstance(prompt, Pair)
+            isinstance(prompt, (Pair, MediaPrompt))
             or options.truncation.num_tokens is not None
             or params.vectors is not None
             or info.max_embed_len <= frontend.max_model_len
@@ -144,10 +179,15 @@ def prepare_pieces(
         pieces = _cut(frontend, prompt, params, options)
     raw = PoolingParams(task="embed", use_activation=False)
     own = replace(options, truncation=InputTruncation())
-    return [
-        prepare_pooling(frontend, f"{request_id}.{index}", piece, raw, own)
-        for index, piece in enumerate(pieces)
-    ]
+    return PreparedInput(
+        [
+            request
+            for index, piece in enumerate(pieces)
+            for request in prepare_pooling(
+                frontend, f"{request_id}.{index}", piece, raw, own
+            ).pieces
+        ]
+    )
 
 
 def _cut(
@@ -263,6 +303,33 @@ def _encode(frontend: Frontend, text: str, options: InputOptions, limit: int) ->
     room = limit - num_special
     part = tokenizer.encode_part(text, room, side, False, frontend.encode_piece)
     return [*before, *part, *after]
+
+
+def _encode_media(
+    frontend: Frontend, prompt: MediaPrompt, params: PoolingParams, options: InputOptions
+) -> tuple[list[Processed], list[int], list[MediaItem]]:
+    """The processed media of a prompt, its tokens, and where the media are."""
+    if options.truncation.num_tokens is not None:
+        raise InputError(
+            "truncate_prompt_tokens cannot be combined with images: leave one out",
+            "truncate_prompt_tokens",
+        )
+    text = prompt.prompt
+    if isinstance(text, str):
+        text = pooling_info(frontend).text_of(text, params)
+    else:
+        _check_no_prompt_name(params)
+        frontend.check_token_ids(text, options.field)
+    limit = frontend.max_model_len
+    try:
+        return frontend.tokenize(text, options.add_special_tokens, limit, prompt.media)
+    except TooManyTokens as error:
+        raise InputOverflow(error.num_tokens, limit, options.field, error.is_exact) from None
+
+
+def _check_no_prompt_name(params: PoolingParams) -> None:
+    if params.prompt_name is not None:
+        raise InputError("prompt_name is for texts, not for token ids", "prompt_name")
 
 
 def _num_unpooled(frontend: Frontend, before: str, add_special_tokens: bool) -> int:

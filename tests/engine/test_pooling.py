@@ -181,7 +181,7 @@ def test_any_mix_of_pooling_requests_gives_what_each_gives_alone(
                 str(index),
                 prompts[place]["prompt_token_ids"],
                 PoolingParams(task=task, use_activation=activation),  # type: ignore[arg-type]
-            )
+            ).pieces[0]
             for index, (place, task, activation) in enumerate(wishes)
         ]
         leavers = data.draw(st.sets(st.integers(0, len(wishes) - 1), max_size=2))

@@ -7,13 +7,19 @@ from collections.abc import Callable, Sequence, Sized
 from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
 from penstock.protocol.pooling import PoolingParams
-from penstock.protocol.request import EngineRequest
 from penstock.server.openai.prompts import turn_request
 from penstock.server.pooling.protocol import InputBody, PairBody
 from penstock.server.service import Service
-from penstock.text.pooling import InputOptions, InputTruncation, PoolingPrompt, prepare_pieces
+from penstock.text.pooling import (
+    InputOptions,
+    InputTruncation,
+    MediaPrompt,
+    PoolingPrompt,
+    PreparedInput,
+    prepare_pieces,
+)
 
-Prepare = Callable[[PoolingPrompt], list[EngineRequest]]
+Prepare = Callable[[PoolingPrompt], PreparedInput]
 
 
 def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt]:
@@ -51,7 +57,7 @@ def prepare_with(
 ) -> Prepare:
     """Return a function that converts one prompt to engine requests with these options."""
 
-    def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
+    def prepare(prompt: PoolingPrompt) -> PreparedInput:
         own_id = service.engine_id(request_id)
         return prepare_pieces(service.frontend, own_id, prompt, params, options)
 
@@ -77,7 +83,7 @@ def input_prepare(
     return prepare_with(service, request_id, params, options)
 
 
-def render_messages(service: Service, body: InputBody) -> str:
+def render_messages(service: Service, body: InputBody) -> PoolingPrompt:
     """Render the body's conversation."""
     assert body.messages is not None
     turn = turn_request(
@@ -85,7 +91,8 @@ def render_messages(service: Service, body: InputBody) -> str:
         body.messages,
         service.frontend.default_params,
     )
-    return render_turn(service.frontend, turn)
+    prompt, media = render_turn(service.frontend, turn)
+    return MediaPrompt(prompt, media) if media else prompt
 
 
 def pair_prepare(

@@ -17,7 +17,7 @@ from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.server.http.replies import gather
 from penstock.server.service import Service
-from penstock.text.pooling import join_pieces, pooling_info
+from penstock.text.pooling import PreparedInput, join_pieces, pooling_info
 
 TEXTS_AT_ONCE = 64  # that one thread tokenizes before other requests get a turn
 NUM_TOKENIZERS = 2  # threads per request
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 async def pool_all(
     service: Service,
-    prepare: Callable[[T], list[EngineRequest]],
+    prepare: Callable[[T], PreparedInput],
     items: Sequence[T],
     params: PoolingParams,
     timeout_s: float | None = None,
@@ -40,22 +40,23 @@ async def pool_all(
     as `Service.outputs`.
     """
     prepared = await _prepare_all(service, prepare, items)
-    requests = [request for pieces in prepared for request in pieces]
+    requests = [request for item in prepared for request in item.pieces]
     deltas = await _run_all(service, requests, timeout_s)
     if len(requests) == len(prepared):
         return requests, deltas
     info, rest = pooling_info(service.frontend), iter(deltas)
     return requests, [
-        join_pieces(info, params, pieces, list(islice(rest, len(pieces)))) for pieces in prepared
+        join_pieces(info, params, item.pieces, list(islice(rest, len(item.pieces))))
+        for item in prepared
     ]
 
 
 async def _prepare_all(
-    service: Service, prepare: Callable[[T], list[EngineRequest]], items: Sequence[T]
-) -> list[list[EngineRequest]]:
+    service: Service, prepare: Callable[[T], PreparedInput], items: Sequence[T]
+) -> list[PreparedInput]:
     """Tokenize and check every input in a few threads. Raises for the first invalid one."""
 
-    def work(part: Sequence[T]) -> list[list[EngineRequest]]:
+    def work(part: Sequence[T]) -> list[PreparedInput]:
         return [prepare(item) for item in part]
 
     if len(items) <= TEXTS_AT_ONCE:
@@ -64,7 +65,7 @@ async def _prepare_all(
     prepared = await _in_turn(
         [partial(service.in_thread, work, part) for part in parts], NUM_TOKENIZERS
     )
-    return [pieces for part in prepared for pieces in part]
+    return [item for part in prepared for item in part]
 
 
 async def _run_all(
