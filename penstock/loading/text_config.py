@@ -9,8 +9,27 @@ from typing import Any
 
 from penstock.protocol.errors import ModelError
 
+SIGLIP_TEXT: Mapping[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 64,
+}
+
 # By model_type of the text model: what a text_config may leave out.
 LANGUAGE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "clip_text_model": {
+        "vocab_size": 49_408,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+    },
+    "siglip_text_model": SIGLIP_TEXT,
+    "siglip2_text_model": SIGLIP_TEXT,
     "llama": {
         "vocab_size": 32_000,
         "hidden_size": 4096,
@@ -51,6 +70,9 @@ LANGUAGE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 # By model_type: defaults of the text model's settings in these models.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "clip": {"model_type": "clip_text_model"},
+    "siglip": {"model_type": "siglip_text_model"},
+    "siglip2": {"model_type": "siglip2_text_model"},
     "llava": {"model_type": "llama"},
     "llava_next": {"model_type": "llama"},
     "llava_onevision": {"model_type": "qwen2"},
@@ -151,6 +173,8 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
     kind = said.get("model_type", defaults.get("model_type"))
     defaults = {**LANGUAGE_DEFAULTS.get(str(kind), {}), **outer, **defaults}
     settings = {**defaults, **said, "architectures": config.get("architectures")}
+    if "projection_dim" in config:  # of both towers; a tower's own is for when it is used alone
+        settings["projection_dim"] = config["projection_dim"]
     ties = {each.get(TIES) for each in (config, text)} - {None}
     if len(ties) == 2:  # the tensors say which is right
         del settings[TIES]

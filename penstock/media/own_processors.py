@@ -49,6 +49,17 @@ class PixtralProcessor(ProcessorMixin):
         return self.image_break_token.join([row] * height) + self.image_end_token
 
 
+class DualEncoderProcessor(ProcessorMixin):
+    """Of models that take a text or an image. An image is one placeholder: the end of a text."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, **ignored: Any) -> None:
+        super().__init__(image_processor, tokenizer)  # type: ignore[no-untyped-call]
+        self.image_token = tokenizer.eos_token
+
+    def replace_image_token(self, *ignored: Any, **kwargs: Any) -> str:
+        return str(self.image_token)
+
+
 class Llama4ImageKwargs(ImagesKwargs, total=False):
     max_patches: int
     resize_to_max_canvas: bool
@@ -137,5 +148,9 @@ def fit(height: int, width: int, most_height: int, most_width: int) -> tuple[int
     return most_height, max(min(int(width * by_height), most_width), 1)
 
 
-OWN = {"PixtralProcessor": PixtralProcessor}
+OWN = {
+    "CLIPProcessor": DualEncoderProcessor,
+    "PixtralProcessor": PixtralProcessor,
+    "SiglipProcessor": DualEncoderProcessor,
+}
 OWN_IMAGE_PROCESSORS = {"Llama4Processor": Llama4ImageProcessor}

@@ -247,6 +247,17 @@ VISION: dict[str, Architecture] = {
     **_own("Qwen2_5_VLForConditionalGeneration", "qwen2_vl", "Qwen2.5-VL", ("qwen2_5_vl",)),
 }
 
+# Dual encoders. `parity` names checkpoints of tests/tiny_dual_encoders.py.
+DUAL_ENCODERS: dict[str, Architecture] = {
+    **_own("CLIPModel", "dual_encoder", "CLIP", ("clip", "clip_old")),
+    **_own(
+        "SiglipModel",
+        "dual_encoder",
+        "SigLIP, SigLIP 2 of one resolution",
+        ("siglip", "siglip2"),
+    ),
+}
+
 # Architectures that run on transformers' code, with the checkpoints on which tokens were compared.
 RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "StableLmForCausalLM": ("stablelm",),

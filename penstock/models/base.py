@@ -15,7 +15,7 @@ from penstock.ops.blocks import Weight
 from penstock.ops.lora import AdapterStep
 from penstock.ops.sharded_sampling import VocabShard
 from penstock.protocol.kv import KVCacheSpec
-from penstock.protocol.pooling import PoolingType
+from penstock.protocol.pooling import DualInputs, PoolingType
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Model(nn.Module):
     hidden_size: int  # executor: of the output of `forward`
     media_width: int = 0  # executor: of a row of media (`models/vision.py`); 0: it takes none
     pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, if no file says otherwise
+    dual: DualInputs | None = None  # of a dual encoder (`models/dual_encoder.py`)
     can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps
     gives_aux: ClassVar[bool] = False  # whether `forward` follows `aux_layers`
     has_stages: ClassVar[bool] = False  # whether it can build the layers of one pipeline stage

@@ -26,7 +26,7 @@ from penstock.models.config import TransformerConfig, read_float, read_int, read
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.pooling import PoolingType
 
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu"]
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "quick_gelu"]
 
 # By their name in config.json.
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
@@ -43,6 +44,7 @@ FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "silu": F.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

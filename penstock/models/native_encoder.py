@@ -37,6 +37,8 @@ def _can_fuse(layer: EncoderLayer) -> bool:
         return False
     return (
         attention.q_norm is None
+        and attention.attention.kind == "bidirectional"
+        and layer.mlp.activation in ACTIVATIONS
         and (attention.rotary is None or not attention.rotary.interleaved)
         and attention.num_heads == attention.num_kv_heads
         and all(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -31,9 +32,9 @@ from penstock.models.vector_heads import NO_IDS, VectorHeads, load_vector_heads
 from penstock.ops.blocks import BlockTensor, Weight, take_rows
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.protocol.pooling import PoolingInfo, PoolingTask, PoolingType, VectorName
+from penstock.protocol.pooling import DualInputs, PoolingInfo, PoolingTask, PoolingType, VectorName
 from penstock.text.scoring import QWEN3_RERANKER
-from penstock.text.tokenizer import load_tokenizer
+from penstock.text.tokenizer import load_tokenizer, read_json_if_there
 
 Activation = Literal["softmax", "sigmoid", "identity"]
 ACTIVATIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -369,8 +370,23 @@ def make_pooler(
         prompts=dict(files.prompts) if files else {},
         default_prompt_name=files.default_prompt_name if files else None,
     )
+    if model.dual is not None:
+        info = _read_tokenizer_settings(info, model.dual, source)
     return Pooler(
         model, info, "identity", dense=dense, vector_heads=heads, truncate_dim=truncate_dim
+    )
+
+
+def _read_tokenizer_settings(
+    info: PoolingInfo, dual: DualInputs, source: ModelSource
+) -> PoolingInfo:
+    """How texts of a dual encoder are written and padded, which only its tokenizer's files say."""
+    settings = read_json_if_there(source.path / "tokenizer_config.json")
+    lowers = settings.get("tokenizer_class") == "Siglip2Tokenizer"
+    return msgspec.structs.replace(
+        info,
+        dual=msgspec.structs.replace(dual, pads_left=settings.get("padding_side") == "left"),
+        lower_case=info.lower_case or lowers or settings.get("do_lower_case") is True,
     )
 
 

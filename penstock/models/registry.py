@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.models.architectures import ARCHITECTURES, ENCODERS, VISION
+from penstock.models.architectures import ARCHITECTURES, DUAL_ENCODERS, ENCODERS, VISION
 from penstock.models.plugins import FoundPlugin, find_plugins, plugin_models
 from penstock.protocol.errors import ModelError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HERE = {**ARCHITECTURES, **ENCODERS, **VISION, **DUAL_ENCODERS}
 ModelImpl = Literal["auto", "penstock", "transformers"]
 _HEADS = re.compile(
     r"(For(SequenceClassification|TokenClassification|(Process)?RewardModel)|Model)$"
@@ -79,7 +80,7 @@ def _bases(names: list[str]) -> list[str]:
 
 def is_known(names: object, plugins: list[FoundPlugin]) -> bool:
     """Whether one of these architectures has a class here or in a plugin."""
-    known = {**ARCHITECTURES, **ENCODERS, **VISION, **plugin_models(plugins)}
+    known = {**HERE, **plugin_models(plugins)}
     return any(name in known for name in _strings(names))
 
 
@@ -105,8 +106,7 @@ def find_model(names: object, plugins: list[FoundPlugin]) -> type[DecoderLM]:
                 "The plugin %r of %s cannot be used: %s", each.name, each.package, each.error
             )
     added = plugin_models(plugins)
-    known_here = {**ARCHITECTURES, **ENCODERS, **VISION}
-    targets = {name: known.target for name, known in known_here.items()} | added
+    targets = {name: known.target for name, known in HERE.items()} | added
     for name in _strings(names):
         if name in targets:
             if name in added:

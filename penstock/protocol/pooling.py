@@ -94,6 +94,14 @@ NAMED: dict[VectorName, tuple[str, ...]] = {
 }
 
 
+class DualInputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The inputs of a dual encoder. Each is a text or an image."""
+
+    num_tokens: int = 0  # texts are padded to so many; 0: they end with their first end token
+    pads_left: bool = False
+    end_token_id: int | None = None  # None: the largest token ID of a text ends it
+
+
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine's pooling model can do, once it is loaded."""
 
@@ -113,6 +121,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pools_prompt: bool = True  # off: a mean leaves out the tokens of what stands before a text
     prompts: dict[str, str] = {}  # what may stand before a text, by name
     default_prompt_name: str | None = None
+    dual: DualInputs | None = None  # of a dual encoder
 
     def text_of(self, text: str, params: PoolingParams) -> str:
         """A text as the model was trained to read it."""

@@ -50,7 +50,8 @@ def forward(model: Model, inputs: ForwardInputs) -> Hidden:
             x = model.embed(inputs.token_ids)
             if inputs.context.media is not None:
                 media = inputs.context.media
-                x[media.rows] = media.values[:, : x.shape[1]].to(x.dtype)
+                width = min(x.shape[1], media.values.shape[1])  # of a dual encoder, either is less
+                x[media.rows, :width] = media.values[:, :width].to(x.dtype)
             hidden = model.forward(x, positions)
     adapters = inputs.context.adapters
     return hidden if adapters is None else replace(hidden, adapters=adapters)

@@ -16,6 +16,7 @@ from penstock.protocol.media import MediaItem
 from penstock.protocol.pooling import Payload, PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import check_int
+from penstock.text.dual import finish_text, place_image
 from penstock.text.frontend import Frontend, check_salt
 from penstock.text.prompts import Prompt, read_media, read_prompt
 from penstock.text.scoring import DEFAULT_INSTRUCTION, check_instruction
@@ -124,6 +125,8 @@ def prepare_pooling(
         if truncation.num_tokens is not None:
             token_ids = token_ids[:limit] if truncation.side == "first" else token_ids[-limit:]
         frontend.check_token_ids(token_ids, field)
+    if info.dual is not None and not placed:
+        token_ids = finish_text(frontend, info.dual, token_ids, field)
     given = prompt.prompt if isinstance(prompt, MediaPrompt) else prompt
     if isinstance(given, str) and (before := info.unpooled_text(params)):
         num_unpooled = _num_unpooled(frontend, before, options.add_special_tokens)
@@ -309,14 +312,16 @@ def _encode_media(
     frontend: Frontend, prompt: MediaPrompt, params: PoolingParams, options: InputOptions
 ) -> tuple[list[Processed], list[int], list[MediaItem]]:
     """The processed media of a prompt, its tokens, and where the media are."""
-    if options.truncation.num_tokens is not None:
+    info, text = pooling_info(frontend), prompt.prompt
+    if info.dual is not None:
+        text = place_image(frontend, text, prompt.media, options.field)
+    elif options.truncation.num_tokens is not None:
         raise InputError(
             "truncate_prompt_tokens cannot be combined with images: leave one out",
             "truncate_prompt_tokens",
         )
-    text = prompt.prompt
     if isinstance(text, str):
-        text = pooling_info(frontend).text_of(text, params)
+        text = info.text_of(text, params)
     else:
         _check_no_prompt_name(params)
         frontend.check_token_ids(text, options.field)

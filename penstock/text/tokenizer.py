@@ -82,6 +82,7 @@ class Tokenizer:
         )
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
+        self.pad_token_id = self._named_id("pad_token")
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         ends = (
             [*extra_end_ids] if self.eos_token_id is None else [self.eos_token_id, *extra_end_ids]
