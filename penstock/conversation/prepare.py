@@ -43,7 +43,10 @@ def tokenize_turn(frontend: Frontend, request: TurnRequest, limit: int) -> list[
 
 
 def render_turn(frontend: Frontend, request: TurnRequest) -> tuple[str, list[MediaContent]]:
-    """The prompt of a turn, with placeholders for its media, and these. Slow: call it in a thread."""
+    """The prompt of a turn, with placeholders for its media, and these.
+
+    Slow: call it in a thread.
+    """
     if request.chat_template is not None and not frontend.chat.trust_request_chat_template:
         raise InputError(
             "chat_template is not allowed in requests: start the server with "

@@ -52,6 +52,8 @@ from penstock.text.scoring import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from penstock.media.frontend import Processed
+
 
 class EncodeOptions(TypedDict, total=False):
     """Keywords of `encode` that its variants take too."""
@@ -186,7 +188,7 @@ class PoolingMethods:
         use_tqdm: bool,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         prepared = []
-        media = []  # whose files are there until all requests ended
+        media: list[Processed] = []  # their files are there until all requests ended
         for (prompt, params, options), adapter in zip(inputs, adapters, strict=True):
             own_id = str(next(self._ids))
             own = prepare_pieces(self.frontend, own_id, prompt, params, options)

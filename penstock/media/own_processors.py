@@ -148,7 +148,7 @@ def fit(height: int, width: int, most_height: int, most_width: int) -> tuple[int
     return most_height, max(min(int(width * by_height), most_width), 1)
 
 
-OWN = {
+OWN: dict[str, Any] = {
     "CLIPProcessor": DualEncoderProcessor,
     "PixtralProcessor": PixtralProcessor,
     "SiglipProcessor": DualEncoderProcessor,

@@ -1,4 +1,4 @@
-"""Inputs of dual encoders: the tokens of a text as its tower takes them, or the place of an image."""
+"""Inputs of dual encoders: a text's tokens as its tower takes them, or the place of an image."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from penstock.protocol.delta import EngineDelta
-from penstock.protocol.errors import InputError, InputOverflow
+from penstock.protocol.errors import TRUNCATION, InputError, InputOverflow
 from penstock.protocol.media import MediaItem
 from penstock.protocol.pooling import Payload, PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
@@ -78,6 +78,7 @@ class InputOptions:
 
 
 DEFAULT_OPTIONS = InputOptions()
+A_LONGER_CONTEXT = "a larger max_model_len"  # prompts with media cannot be truncated
 
 
 def read_pooling_prompt(prompt: Prompt) -> tuple[PoolingPrompt, str | None]:
@@ -134,7 +135,8 @@ def prepare_pooling(
     if not token_ids:
         raise InputError(f"{field} must contain at least one token, got none", field)
     if len(token_ids) > frontend.max_model_len:
-        raise InputOverflow(len(token_ids), frontend.max_model_len, field)
+        option = A_LONGER_CONTEXT if placed else TRUNCATION
+        raise InputOverflow(len(token_ids), frontend.max_model_len, field, option=option)
     request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -329,7 +331,9 @@ def _encode_media(
     try:
         return frontend.tokenize(text, options.add_special_tokens, limit, prompt.media)
     except TooManyTokens as error:
-        raise InputOverflow(error.num_tokens, limit, options.field, error.is_exact) from None
+        raise InputOverflow(
+            error.num_tokens, limit, options.field, error.is_exact, A_LONGER_CONTEXT
+        ) from None
 
 
 def _check_no_prompt_name(params: PoolingParams) -> None:

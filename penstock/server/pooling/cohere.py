@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from penstock.conversation.media import MediaReference
+from penstock.conversation.pooling import pooling_prompt
+from penstock.conversation.request import TurnRequest
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError, InputOverflow
 from penstock.protocol.pooling import (
@@ -18,18 +22,26 @@ from penstock.protocol.pooling import (
     PoolingParams,
 )
 from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import SamplingParams
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
 from penstock.server.pooling.inputs import check_not_empty, prepare_with
-from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest
+from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest, CohereInput
 from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import as_bytes, vector_of
 from penstock.server.service import Service
-from penstock.text.pooling import InputOptions, InputTruncation, pooling_info
+from penstock.text.pooling import (
+    A_LONGER_CONTEXT,
+    InputOptions,
+    InputTruncation,
+    PreparedInput,
+    pooling_info,
+)
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
+SOURCES = ("texts", "images", "inputs")
 TYPES = ("float", "base64", "int8", "uint8", "binary", "ubinary")
 # Models' prompt names for Cohere's input types.
 PROMPT_NAMES = {"search_query": QUERY_PROMPTS, "search_document": DOCUMENT_PROMPTS}
@@ -37,16 +49,12 @@ PROMPT_NAMES = {"search_query": QUERY_PROMPTS, "search_document": DOCUMENT_PROMP
 
 @router.post("/v2/embed", response_model=CohereEmbeddings, responses=ERRORS)
 async def embed(body: CohereEmbedRequest, request: Request) -> Response:
-    """Embed texts."""
+    """Embed texts, images, or inputs of both."""
     service: Service = request.app.state.service
     await service.check_model(body.model)
     service.check_pools()
     service.check_capacity()
-    for name in ("images", "inputs"):
-        if getattr(body, name) is not None:
-            raise InputError(f"{name} is not supported: send texts", name)
-    texts = body.texts or []
-    check_not_empty(texts, "texts")
+    field, items = _read_items(body)
     kinds = body.embedding_types or ["float"]
     for kind in kinds:
         if kind not in TYPES:
@@ -69,17 +77,74 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         raise InputError(message, "output_dimension") from error
     request_id = f"embd-{request.state.request_id}"
     truncation = _truncation(body)
-    options = InputOptions(truncation, priority=body.priority or 0, field="texts")
-    prepare = prepare_with(service, request_id, params, options)
+    options = InputOptions(truncation, priority=body.priority or 0, field=field)
+    # The vector of a conversation is that of its last token, where the answer would begin.
+    as_message = replace(
+        options, truncation=InputTruncation(), add_special_tokens=info.dual is not None
+    )
+    prepare_text = prepare_with(service, request_id, params, options)
+    prepare_message = prepare_with(service, request_id, params, as_message)
+
+    def prepare(item: str | TurnRequest) -> PreparedInput:
+        if isinstance(item, str):
+            return prepare_text(item)
+        return prepare_message(pooling_prompt(service.frontend, item))
 
     async def work() -> bytes:
         try:
-            requests, deltas = await pool_all(service, prepare, texts, params)
+            requests, deltas = await pool_all(service, prepare, items, params)
         except InputOverflow as error:
-            raise error.of_field("texts", "truncate to START or END") from None
+            option = "truncate to START or END" if field == "texts" else A_LONGER_CONTEXT
+            raise error.of_field(field, option) from None
+        texts = body.texts or []
         return await service.in_thread(_write, request_id, texts, kinds, requests, deltas)
 
     return json_response(await unless_gone(request, work()))
+
+
+def _read_items(body: CohereEmbedRequest) -> tuple[str, Sequence[str | TurnRequest]]:
+    """The field that is given, and its items: texts, or messages of a user."""
+    given = [name for name in SOURCES if getattr(body, name) is not None]
+    if len(given) > 1:
+        raise InputError(f"give one of {', '.join(SOURCES)}, got {' and '.join(given)}", given[1])
+    if body.images is not None:
+        check_not_empty(body.images, "images")
+        return "images", [
+            _turn([_image(url, f"images[{index}]")]) for index, url in enumerate(body.images)
+        ]
+    if body.inputs is not None:
+        if not body.inputs:
+            raise InputError("inputs must not be empty: give at least one", "inputs")
+        return "inputs", [
+            _turn(_parts(item, f"inputs[{index}].content"))
+            for index, item in enumerate(body.inputs)
+        ]
+    check_not_empty(body.texts or [], "texts")
+    return "texts", body.texts or []
+
+
+def _turn(parts: list[dict[str, Any]]) -> TurnRequest:
+    return TurnRequest([{"role": "user", "content": parts}], SamplingParams())
+
+
+def _parts(item: CohereInput, where: str) -> list[dict[str, Any]]:
+    if not item.content:
+        raise InputError(f"{where} must not be empty: leave the input out", "inputs")
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(item.content):
+        given = part.text if part.type == "text" else part.image_url
+        at = f"{where}[{index}].{part.type}"
+        if given is None:
+            raise InputError(f"{at} is missing", at)
+        if isinstance(given, str):
+            parts.append({"type": "text", "text": given})
+        else:
+            parts.append(_image(given.url, f"{at}.url"))
+    return parts
+
+
+def _image(url: str, where: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": MediaReference(url, where)}
 
 
 def _truncation(body: CohereEmbedRequest) -> InputTruncation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 
-from penstock.conversation.prepare import render_turn
+from penstock.conversation.pooling import pooling_prompt
 from penstock.protocol.errors import InputError
 from penstock.protocol.pooling import PoolingParams
 from penstock.server.openai.prompts import turn_request
@@ -13,9 +13,9 @@ from penstock.server.service import Service
 from penstock.text.pooling import (
     InputOptions,
     InputTruncation,
-    MediaPrompt,
     PoolingPrompt,
     PreparedInput,
+    pooling_info,
     prepare_pieces,
 )
 
@@ -70,12 +70,13 @@ def input_prepare(
     """Return a function that converts one input to engine requests."""
     body.refuse_foreign()
     is_chat = body.messages is not None
+    is_rendered = is_chat and pooling_info(service.frontend).dual is None
     special = body.add_special_tokens
     options = InputOptions(
         InputTruncation(
             body.truncate_prompt_tokens, "last" if body.truncation_side == "left" else "first"
         ),
-        (not is_chat) if special is None else special,
+        (not is_rendered) if special is None else special,
         body.priority or 0,
         body.cache_salt,
         "messages" if is_chat else "input",
@@ -91,8 +92,7 @@ def render_messages(service: Service, body: InputBody) -> PoolingPrompt:
         body.messages,
         service.frontend.default_params,
     )
-    prompt, media = render_turn(service.frontend, turn)
-    return MediaPrompt(prompt, media) if media else prompt
+    return pooling_prompt(service.frontend, turn)
 
 
 def pair_prepare(

@@ -138,11 +138,29 @@ class RerankRequest(PairBody):
     return_documents: bool | None = Field(None, description="On by default.")
 
 
+class CohereImage(Body):
+    url: Text
+
+
+class CoherePart(Body):
+    type: Literal["text", "image_url"]
+    text: Text | None = None
+    image_url: CohereImage | None = None
+
+
+class CohereInput(Body):
+    content: Items[CoherePart]
+
+
 class CohereEmbedRequest(Body):
+    """One of texts, images and inputs."""
+
     model: Text | None = None
     texts: Items[Text] | None = None
-    images: Any = Field(None, description="Not supported.")
-    inputs: Any = Field(None, description="Not supported: send `texts`.")
+    images: Items[Text] | None = Field(None, description="URLs, usually data URLs.")
+    inputs: Items[CohereInput] | None = Field(
+        None, description="Texts and images. Each input has one embedding."
+    )
     input_type: Text | None = Field(
         None, description="search_query, search_document, ...: selects the model's prompt."
     )
