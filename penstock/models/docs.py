@@ -8,6 +8,7 @@ from penstock.loading.gguf.architectures import ARCHITECTURES as GGUF_ARCHITECTU
 from penstock.loading.gguf.towers import TOWERS
 from penstock.models.architectures import (
     ARCHITECTURES,
+    DUAL_ENCODERS,
     ENCODERS,
     LOGITS_BY_TRANSFORMERS,
     RUN_BY_TRANSFORMERS,
@@ -59,7 +60,22 @@ These models take images, and some videos, in prompts and chats (docs/vision.md)
 
 **Verification.** The last column names small random checkpoints (`tests/tiny_vision.py`). On each,
 greedy tokens in float32 on a CPU equal those of transformers, for images of five shapes, in chunks,
-with a warm prefix cache and beside requests without images (`tests/models/test_vision.py`).
+with a warm prefix cache and beside requests without images (`tests/models/test_vision.py`). With
+`--runner pooling`, the vectors are within 1e-5 (`tests/models/test_vision_pooling.py`).
+
+| architecture | models | verified on |
+|---|---|---|
+"""
+
+_DUAL_ENCODERS = """
+## Dual encoders
+
+These models give embeddings of texts and of images in one space
+([docs/pooling.md](pooling.md#embeddings-of-images)).
+
+**Verification.** The last column names small random checkpoints (`tests/tiny_dual_encoders.py`).
+On each, the vectors of texts and images in one batch are within 1e-5 of transformers' in float32 on
+a CPU (`tests/models/test_dual_encoders.py`).
 
 | architecture | models | verified on |
 |---|---|---|
@@ -167,6 +183,10 @@ def render() -> str:
         f"| `{name}` | {known.models} | {_listed(known.parity)} |\n"
         for name, known in VISION.items()
     ]
+    duals = [
+        f"| `{name}` | {known.models} | {_listed(known.parity)} |\n"
+        for name, known in DUAL_ENCODERS.items()
+    ]
     files = [f"| `{name}` | {known.models} |\n" for name, known in GGUF_ARCHITECTURES.items()]
     towers = [
         f"| `{name}` | {known.models} | {_listed(tuple(known.classes))} |\n"
@@ -177,6 +197,7 @@ def render() -> str:
     table = (*rows, "\n", *remarks)
     fallback = (_FALLBACK, *others, _LOGITS, kinds)
     models = (_INTRODUCTION, *table, _VISION, *vision, _ENCODERS, *encoders)
+    models = (*models, _DUAL_ENCODERS, *duals)
     files += [_GGUF_VERIFIED, _TOWERS, *towers, _TOWERS_VERIFIED]
     return "".join((*models, _GGUF, *files, *fallback))
 

@@ -7,6 +7,7 @@ tower's. It passes through the text tower with the rows of texts, and is put bac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,6 +18,7 @@ from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.norm import LayerNorm
+from penstock.layers.quantization import DenseMethod
 from penstock.layers.sublayers import RotaryAttention
 from penstock.layers.vision import Table, VisionMLP, activation, plain_linear
 from penstock.models.base import Hidden, Model, WeightTable
@@ -149,13 +151,12 @@ class DualEncoder(VisionModel, Model):
         self.build, self.config = build, config
         self.vocab_size, self.hidden_size = config.vocab_size, self.embedding_size(config.raw)
         self.dual = self.inputs(config.raw)
-        self.token_embedding = VocabEmbedding(build, config.vocab_size, config.hidden_size)
-        self.position_embedding = VocabEmbedding(build, config.max_position, config.hidden_size)
+        plain, size = replace(build, linear_method=DenseMethod()), config.hidden_size
+        self.token_embedding = VocabEmbedding(plain, config.vocab_size, size)
+        self.position_embedding = VocabEmbedding(plain, config.max_position, size)
         self.layers = nn.ModuleList(self.layer(index) for index in range(config.num_layers))
         self.final_norm = self.norm()
-        self.projection = plain_linear(
-            build, config.hidden_size, self.hidden_size, self.projection_bias
-        )
+        self.projection = plain_linear(build, size, self.hidden_size, self.projection_bias)
         ignored = (r"(^|\.)position_ids$", r"^logit_(scale|bias)$")
         self.weights = WeightTable(ignored, {**self.renamed})
         load_tower(self, build, lambda own: self.tower_class(own, config.raw, self.hidden_size))

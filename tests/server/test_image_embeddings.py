@@ -85,6 +85,9 @@ def test_messages_with_images_have_transformers_embedding(
     begun = [*messages, {"role": "assistant", "content": [text("")]}]
     (found,) = embed(server, "/v1/embeddings", messages=begun, continue_final_message=True)
     np.testing.assert_allclose(found, asked, atol=1e-5)
+    answer = server.post("/v1/embeddings", {"messages": messages, "input": None}).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"image_tokens": 14, "video_tokens": 0}
+    assert "prompt_tokens_details" not in server.post("/v1/embeddings", {"input": "a"}).text
     (plain,) = embed(server, "/v1/embeddings", messages=messages)
     np.testing.assert_allclose(plain, expected(model[1], prompt, IMAGES), atol=1e-5)
 

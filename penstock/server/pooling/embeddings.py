@@ -135,6 +135,6 @@ def _write(
             "created": int(time.time()),
             "model": model,
             "data": [write(index, delta) for index, delta in enumerate(deltas)],
-            "usage": usage_of(requests).model_dump(),
+            "usage": usage_of(requests).model_dump(exclude_unset=True),
         }
     )

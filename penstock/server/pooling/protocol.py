@@ -181,9 +181,15 @@ class CohereEmbedRequest(Body):
 # -- replies
 
 
+class MediaTokens(Reply):
+    image_tokens: int
+    video_tokens: int
+
+
 class PoolingUsage(Reply):
     prompt_tokens: int
     total_tokens: int
+    prompt_tokens_details: MediaTokens | None = None  # of inputs with images or videos
 
 
 class ListReply(Reply):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.pooling import NAMED, VectorName
 from penstock.protocol.request import EngineRequest
-from penstock.server.pooling.protocol import EmbedDtype, EncodingFormat, PoolingUsage
+from penstock.server.pooling.protocol import (
+    EmbedDtype,
+    EncodingFormat,
+    MediaTokens,
+    PoolingUsage,
+)
 
 
 def vector_of(delta: EngineDelta) -> Any:
@@ -62,4 +68,13 @@ def as_bytes(vector: Any, dtype: EmbedDtype) -> bytes:
 
 def usage_of(requests: Sequence[EngineRequest]) -> PoolingUsage:
     num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-    return PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    usage = PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    items = [item for request in requests for item in request.media]
+    if items:
+        num_rows = Counter[str]()
+        for item in items:
+            num_rows[item.modality] += item.num_rows
+        usage.prompt_tokens_details = MediaTokens(
+            image_tokens=num_rows["image"], video_tokens=num_rows["video"]
+        )
+    return usage
