@@ -9,6 +9,11 @@ from penstock.loading.source import ModelSource
 
 GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
+# By architecture: what the names of these models contain.
+QWEN3_RERANKERS = {
+    "Qwen3ForCausalLM": "qwen3-reranker",
+    "Qwen3VLForConditionalGeneration": "qwen3-vl-reranker",
+}
 
 Task = Literal["generate", "embed", "classify"]
 
@@ -43,8 +48,10 @@ def label_tokens(config: EngineConfig, source: ModelSource) -> object:
 def is_qwen3_reranker(source: ModelSource) -> bool:
     """Whether the model is a Qwen3 reranker. Only its name says so."""
     names = (source.name, str(source.config.get("_name_or_path", "")))
-    is_named = any("qwen3-reranker" in name.lower() for name in names)
-    return is_named and "Qwen3ForCausalLM" in _names(source)
+    return any(
+        architecture in _names(source) and any(part in name.lower() for name in names)
+        for architecture, part in QWEN3_RERANKERS.items()
+    )
 
 
 def _is_pooling_model(source: ModelSource, names: list[str]) -> bool:

@@ -33,7 +33,7 @@ from penstock.ops.blocks import BlockTensor, Weight, take_rows
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.pooling import DualInputs, PoolingInfo, PoolingTask, PoolingType, VectorName
-from penstock.text.scoring import QWEN3_RERANKER
+from penstock.text.scoring import QWEN3_RERANKER, QWEN3_VL_INSTRUCTION, QWEN3_VL_RERANKER
 from penstock.text.tokenizer import load_tokenizer, read_json_if_there
 
 Activation = Literal["softmax", "sigmoid", "identity"]
@@ -313,8 +313,11 @@ def make_pooler(
         by_step = "step_tag_id" in given  # whose results are those of single tokens
         pooling_type = "ALL" if by_step else given.get("pooling_type", classifier.pooling)
         tasks = ["token_classify"] if pooling_type == "ALL" else ["classify"]
-        is_reranker = isinstance(classifier, TokenHead) and "returned_token_ids" not in given
-        template = QWEN3_RERANKER if is_reranker else None
+        template = instruction = None
+        if isinstance(classifier, TokenHead) and "returned_token_ids" not in given:
+            template = QWEN3_RERANKER
+            if any(str(name).startswith("Qwen3VL") for name in raw.get("architectures") or ()):
+                template, instruction = QWEN3_VL_RERANKER, QWEN3_VL_INSTRUCTION
         info = PoolingInfo(
             tasks=tasks,
             pooling_type=pooling_type,
@@ -322,6 +325,7 @@ def make_pooler(
             labels=_label_names(raw, classifier.num_labels),
             reads_prefix_cache=pooling_type == "LAST",
             score_template=given.get("score_template", template),
+            score_instruction=instruction,
         )
         activation = _activation(raw, classifier.num_labels)
         if given.get("use_activation") is False:

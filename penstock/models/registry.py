@@ -74,8 +74,9 @@ def _without_stages(name: str) -> str:
 
 def _bases(names: list[str]) -> list[str]:
     """The language models that these architectures are, with another head or none."""
-    found = [_HEADS.sub("ForCausalLM", name) for name in names]
-    return [base for name, base in zip(names, found, strict=True) if base != name]
+    heads = ("ForCausalLM", "ForConditionalGeneration")
+    found = [(name, _HEADS.sub(head, name)) for head in heads for name in names]
+    return [base for name, base in found if base != name]
 
 
 def is_known(names: object, plugins: list[FoundPlugin]) -> bool:

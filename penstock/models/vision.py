@@ -202,7 +202,9 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
     elsewhere += [rf"^{prefix}\.{name}" for name in unread]
     weights = replace(model.weights, elsewhere=tuple(elsewhere))
     if not build.generates:  # names without a prefix become those of the language model
-        weights = weights.renaming({rf"^(model\.)?{prefix}\.": f"{prefix}."})
+        weights = weights.renaming(
+            {rf"^(model\.)?{prefix}\.": f"{prefix}.", r"^(model\.)language_model\.": "model."}
+        )
     model.weights = weights
 
 

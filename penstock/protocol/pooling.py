@@ -115,6 +115,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     any_dimension: bool = False  # or to any length
     reads_prefix_cache: bool = False  # a cached prefix lacks nothing that pooling needs
     score_template: str | None = None  # of a pair, with {query}, {document} and {instruction}
+    score_instruction: str | None = None  # where a pair has none; None: a general one
     lower_case: bool = False  # texts are
     normalizes: bool = False  # embeddings, where a request does not say
     max_embed_len: int = 0  # tokens of an input that is embedded in pieces; 0: none is

@@ -414,7 +414,8 @@ def _encode_templated(
         return tokenizer.decode(kept, skip_special_tokens=False)
 
     head, _, tail = template.partition("{document}")
-    head = head.replace("{instruction}", pair.instruction or DEFAULT_INSTRUCTION)
+    usual = pooling_info(frontend).score_instruction or DEFAULT_INSTRUCTION
+    head = head.replace("{instruction}", pair.instruction or usual)
     head = head.replace("{query}", cut(pair.query, truncation.max_query_tokens))
     text = head + cut(pair.document, truncation.max_document_tokens)
     after = tokenizer.encode(tail, False)

@@ -25,6 +25,14 @@ QWEN3_RERANKER = (
     "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+# As published with Qwen3-VL-Reranker.
+QWEN3_VL_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {instruction}<Query>:{query}\n<Document>:{document}"
+    "<|im_end|>\n<|im_start|>assistant\n"
+)
+QWEN3_VL_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
 
 ScoreKind = Literal["cross-encoder", "bi-encoder"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from tiny_vision import InProcessMedia, Reference, make_vision_checkpoint, pictu
 from vision_variants import VARIANTS
 
 from penstock import LLM, PoolingParams
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import ConfigError, InputError
+from penstock.text.scoring import QWEN3_VL_RERANKER
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 200, "runner": "pooling",
@@ -102,3 +104,50 @@ def test_a_mean_includes_the_rows_of_images(model: tuple[Path, Reference]) -> No
             llm.embed(asked(text, images), truncate_prompt_tokens=5)
         with pytest.raises(InputError, match=r"must have one .* for each of its 1 images, got 0"):
             llm.embed(asked("no place for it", images))
+
+
+def test_a_reranker_answers_a_pair_and_a_conversation_with_images(
+    tmp_path: Path,
+) -> None:
+    """Tokens of one byte stand in for no and yes."""
+    folder = tmp_path / "Qwen3-VL-Reranker-tiny"
+    folder.mkdir()
+    make_vision_checkpoint(folder, "qwen3_vl")
+    reference = Reference(folder, "qwen3_vl")
+    first, second = reference.processor.tokenizer.convert_tokens_to_ids(["a", "b"])
+
+    def score(text: str, images: list[Any]) -> float:
+        head = reference.model.lm_head.weight.detach().numpy()
+        logits = states(reference, text, images)[-1] @ head.T
+        return float(1 / (1 + np.exp(logits[first] - logits[second])))
+
+    with pytest.raises(ConfigError, match="must name single tokens, but 'no' is 2 of them"):
+        LLM(str(folder), dtype="float32")  # it is known by its name
+    overrides = {
+        "architectures": ["Qwen3VLForSequenceClassification"], "classifier_from_token": ["a", "b"],
+    }  # fmt: skip
+    with open_llm(folder, max_model_len=1024, hf_overrides=overrides) as llm:
+        (pair,) = llm.score("cat", "a picture of it", instruction="Find it.", use_tqdm=False)
+        text = QWEN3_VL_RERANKER.format(
+            instruction="Find it.", query="cat", document="a picture of it"
+        )
+        assert pair.outputs.score == pytest.approx(score(text, []), abs=1e-5)
+        text, images = prompts(reference)[0]
+        (shown,) = llm.classify(asked(text, images), use_tqdm=False)
+        assert shown.outputs.probs[0] == pytest.approx(score(text, images), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_a_head_has_the_same_embeddings(
+    model: tuple[Path, Reference], tmp_path: Path
+) -> None:
+    folder, reference = model
+    if reference.variant.model != "Qwen3VLForConditionalGeneration":
+        pytest.skip("others are saved with their heads")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    reference.model.model.save_pretrained(tmp_path)
+    given = prompts(reference)[0]
+    with open_llm(tmp_path) as llm:
+        (output,) = llm.embed(asked(*given), use_tqdm=False)
+        expected = normalized(states(reference, *given)[-1])
+        np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-5)
