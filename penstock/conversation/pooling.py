@@ -27,7 +27,9 @@ def _only_message(frontend: Frontend, turn: TurnRequest) -> PoolingPrompt:
         raise InputError(
             f"messages must be one message for this model, got {len(messages)}", "messages"
         )
-    content = messages[0]["content"]
+    content = messages[0].get("content") or ""
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content if part["type"] == "text")
+    if not content and not media:
+        raise InputError("messages must contain a text or an image, got neither", "messages")
     return MediaPrompt(content, media) if media else content

@@ -126,14 +126,14 @@ def prepare_pooling(
         if truncation.num_tokens is not None:
             token_ids = token_ids[:limit] if truncation.side == "first" else token_ids[-limit:]
         frontend.check_token_ids(token_ids, field)
-    if info.dual is not None and not placed:
-        token_ids = finish_text(frontend, info.dual, token_ids, field)
     given = prompt.prompt if isinstance(prompt, MediaPrompt) else prompt
     if isinstance(given, str) and (before := info.unpooled_text(params)):
         num_unpooled = _num_unpooled(frontend, before, options.add_special_tokens)
         _check_cut(len(token_ids), num_unpooled, truncation, field)
     if not token_ids:
         raise InputError(f"{field} must contain at least one token, got none", field)
+    if info.dual is not None and not placed:
+        token_ids = finish_text(frontend, info.dual, token_ids, field)
     if len(token_ids) > frontend.max_model_len:
         option = A_LONGER_CONTEXT if placed else TRUNCATION
         raise InputOverflow(len(token_ids), frontend.max_model_len, field, option=option)

@@ -85,6 +85,8 @@ def test_a_text_beside_an_image_is_refused(model: tuple[Path, Reference]) -> Non
             llm.embed(of_image(IMAGES[:2]))
         with pytest.raises(InputError, match="takes images only"):
             llm.embed({"prompt": "", "multi_modal_data": {"video": b"no"}})
+        with pytest.raises(InputError, match="at least one token, got none"):
+            llm.embed({"prompt_token_ids": []})
         with pytest.raises(InputError, match="33"):
             llm.embed("a" * 31)
         (cut,) = llm.embed("a" * 50, truncate_prompt_tokens=-1, use_tqdm=False)

@@ -161,5 +161,7 @@ def test_dual_encoders_embed_a_text_or_an_image(tmp_path: Path, variant: str) ->
         two: dict[str, Any] = {"inputs": [{"content": PARTS}]}
         message, field = refusal(server, "/v2/embed", **two)
         assert (field, "2 images" in message) == ("inputs", True)
+        message, field = refusal(server, "/v1/embeddings", messages=user(text("")))
+        assert (field, "got neither" in message) == ("messages", True)
         message, field = refusal(server, "/v1/embeddings", messages=user(text("a")) * 2)
         assert (field, "one message" in message) == ("messages", True)
