@@ -227,6 +227,7 @@ VARIANTS: dict[str, Variant] = {
             "image_grid_pinpoints": GRIDS,
         },
         image="<image>",
+        video="<video>",
         special=("<image>", "<video>"),
         outer={
             "image_token_index": "<image>",
@@ -246,6 +247,7 @@ VARIANTS: dict[str, Variant] = {
         INTERN_VISION,
         INTERN_PROCESSOR,
         image="<IMG_CONTEXT>",
+        video="<video>",
         special=tuple(INTERN_TOKENS.values()),
         outer={"image_token_id": "<IMG_CONTEXT>", "image_seq_length": 4},
         own={"image_seq_length": 4},
@@ -257,6 +259,7 @@ VARIANTS: dict[str, Variant] = {
         {**INTERN_VISION, "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": True},
         INTERN_PROCESSOR,
         image="<IMG_CONTEXT>",
+        video="<video>",
         special=tuple(INTERN_TOKENS.values()),
         outer={
             "image_token_id": "<IMG_CONTEXT>",
@@ -341,6 +344,7 @@ VARIANTS: dict[str, Variant] = {
         GLM_VISION,
         GLM_PROCESSOR,
         image="<|begin_of_image|><|image|><|end_of_image|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
         special=tuple(GLM_TOKENS.values()),
         outer=GLM_TOKENS,
     ),
@@ -357,6 +361,7 @@ VARIANTS: dict[str, Variant] = {
         {**GLM_VISION, "attention_bias": True},
         GLM_PROCESSOR,
         image="<|begin_of_image|><|image|><|end_of_image|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
         special=tuple(GLM_TOKENS.values()),
         outer=GLM_TOKENS,
     ),
@@ -407,6 +412,7 @@ VARIANTS: dict[str, Variant] = {
         },
         QWEN3_VISION,
         QWEN3_PROCESSOR,
+        video="<|vision_start|><|video_pad|><|vision_end|>",
     ),
     "qwen2_vl": Variant(
         "Qwen2VLForConditionalGeneration",

@@ -41,6 +41,7 @@ class Sampling:
     num_frames: int | None = None
     fps: float | None = None
     min_frames: int = 1
+    from_middles: bool = False  # one frame from the middle of each of equal parts
 
     @staticmethod
     def of(options: Mapping[str, Any], default: Sampling) -> Sampling:
@@ -48,7 +49,11 @@ class Sampling:
         if "num_frames" not in options and "fps" not in options:
             return default
         num_frames, fps = options.get("num_frames", -1), options.get("fps", -1)
-        return Sampling(None if num_frames == -1 else num_frames, None if fps == -1 else fps)
+        return Sampling(
+            None if num_frames == -1 else num_frames,
+            None if fps == -1 else fps,
+            from_middles=default.from_middles,
+        )
 
     def numbers(self, num_total: int, fps: float) -> list[int]:
         """The numbers of the frames to take, evenly over the video."""
@@ -58,6 +63,8 @@ class Sampling:
         if self.num_frames is not None:
             count = min(count, self.num_frames)
         count = max(1, min(count, num_total, MAX_FRAMES))
+        if self.from_middles:
+            return [int((index + 0.5) * num_total / count) for index in range(count)]
         return [int(each) for each in np.linspace(0, num_total - 1, count).round()]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ class VideoProcessor:
     """
 
     defaults: ClassVar[Mapping[str, Any]]
+    rows_are_of_images: ClassVar[bool] = False  # a video's placeholders are those of images
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = self._merged(self.defaults, settings)
@@ -205,9 +207,65 @@ class SmolVideos(VideoProcessor):
         return {"pixel_values": self.normalized(frames)[None]}
 
 
+class GlmVideos(Qwen3Videos):
+    """GLM-4.1V and GLM-4.5V: the time of each two frames is after their patches."""
+
+    defaults = {
+        **QwenVideos.defaults,
+        "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000},
+        "fps": 2, "max_duration": 300, "min_frames": 1,
+    }  # fmt: skip
+    rows_are_of_images = True
+
+    @property
+    def sampling(self) -> Sampling:
+        fps = self.settings["fps"]
+        return Sampling(int(self.settings["max_duration"] * fps), fps)
+
+
+class FixedVideos(VideoProcessor):
+    """LLaVA-OneVision: each frame has the size of a tile."""
+
+    defaults = {
+        "size": {"height": 384, "width": 384},
+        "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "rescale_factor": 1 / 255, "resample": 3,
+        "num_frames": None, "fps": None, "min_frames": 1,
+    }  # fmt: skip
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> VideoProcessor:
+        changed = super().with_kwargs(kwargs)
+        if (size := changed.settings["size"]) != self.settings["size"]:
+            raise BadMedia(
+                f"the model takes frames of {self.settings['size']} only, got {size}: leave size "
+                "out of mm_processor_kwargs"
+            )
+        return changed
+
+    def sizes(self, num_frames: int, height: int, width: int) -> list[tuple[int, int]]:
+        return [(self.settings["size"]["height"], self.settings["size"]["width"])]
+
+    def tensors(self, frames: list[torch.Tensor]) -> dict[str, Any]:
+        return {"pixel_values_videos": self.normalized(frames)[None]}
+
+
+class InternVideos(FixedVideos):
+    """InternVL: each frame is a tile, with its number before it."""
+
+    defaults = {**FixedVideos.defaults, "initial_shift": True}
+    rows_are_of_images = True
+
+    @property
+    def sampling(self) -> Sampling:
+        is_centred = self.settings["initial_shift"] is True
+        return replace(super().sampling, from_middles=is_centred)
+
+
 VIDEO_PROCESSORS: dict[str, type[VideoProcessor]] = {  # by transformers' class of the processor
     "Qwen2VLProcessor": QwenVideos,
     "Qwen2_5_VLProcessor": QwenVideos,
     "Qwen3VLProcessor": Qwen3Videos,
     "SmolVLMProcessor": SmolVideos,
+    "Glm4vProcessor": GlmVideos,
+    "InternVLProcessor": InternVideos,
+    "LlavaOnevisionProcessor": FixedVideos,
 }

@@ -89,13 +89,15 @@ def describe(processor: Any, config: Mapping[str, Any]) -> ProcessorInfo:
         after_media=processor.tokenizer.bos_token if is_paligemma else "",
         prompt_end="\n" if is_paligemma else "",
     )
-    if getattr(processor, "video_processor", None) is None:
+    videos = getattr(processor, "video_processor", None)
+    if videos is None:
         return info
+    own = row_token_id if videos.rows_are_of_images else row("video", row_token_id)
     return msgspec.structs.replace(
         info,
         video_token=processor.video_token,
         video_token_id=number(processor.video_token),
-        video_row_token_id=row("video", row_token_id),
+        video_row_token_id=own,
     )
 
 

@@ -65,7 +65,7 @@ def _build_stages(config: EngineConfig, source: ModelSource, parallel: ParallelC
             ops=Ops("cpu"),
             mesh=Mesh(RankGroup(tp - 1, tp), RankGroup(stage, num_stages), RankGroup(ep - 1, ep)),
             generates=generates,
-            takes_media=config.media.takes_media and generates and num_stages == 1,
+            takes_media=config.media.modalities,
             num_redundant_experts=parallel.num_redundant_experts,
         )
         models.append(build_model(source.config, build, config.model.model_impl))

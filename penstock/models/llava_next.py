@@ -1,4 +1,7 @@
-"""LLaVA-NeXT and OneVision: the whole image in one tile, then in a grid of tiles (anyres)."""
+"""LLaVA-NeXT and OneVision: the whole image in one tile, then in a grid of tiles (anyres).
+
+OneVision takes videos, too: each frame is a tile with a quarter of its patches.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +57,14 @@ class LlavaNextTower(LlavaTower):
         return [(rows * self.side, columns * self.side) for rows, columns in grids]
 
     def split(self, rows: torch.Tensor, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        packed = []
-        for part, item in zip(super().split(rows, items), items, strict=True):
-            height, width = item.facts["sizes"]
-            packed.append(self._pack(part.view(-1, *rows.shape[1:]), height, width))
-        return packed
+        return [
+            self.rows(item, part.view(-1, *rows.shape[1:]))
+            for part, item in zip(super().split(rows, items), items, strict=True)
+        ]
+
+    def rows(self, item: MediaInputs, x: torch.Tensor) -> torch.Tensor:
+        """An item's rows, of its tiles [n, patches, hidden_size]."""
+        return self._pack(x, *item.facts["sizes"])
 
     def _pack(self, x: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Tiles [n, patches, hidden_size] of an image of this height and width -> its rows."""
@@ -93,6 +99,15 @@ class LlavaOnevisionTower(LlavaNextTower):
                 f"such as anyres_max_9, got {kind!r:.80}"
             )
         self.max_tiles = int(most)
+
+    def rows(self, item: MediaInputs, x: torch.Tensor) -> torch.Tensor:
+        if item.modality == "image":
+            return super().rows(item, x)
+        side = self.tower.embeddings.side
+        frames = x.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        half = math.ceil(side / 2)
+        pooled = F.interpolate(frames, [half, half], mode="bilinear")
+        return torch.cat([pooled.flatten(2).mT.flatten(0, 1), self.image_newline.weight[None]])
 
     def default_sizes(self) -> list[tuple[int, int]]:
         sides = [count * self.side for count in range(1, 7)]

@@ -18,9 +18,20 @@ from penstock.media import video as video_module
 from penstock.media.content import read_multi_modal_data
 from penstock.media.decode import BadMedia
 from penstock.media.video import DEFAULT_NUM_FRAMES, Sampling, Video, decode_video, video_of
-from penstock.media.video_processor import Qwen3Videos, QwenVideos, SmolVideos
+from penstock.media.video_processor import (
+    FixedVideos,
+    GlmVideos,
+    InternVideos,
+    Qwen3Videos,
+    QwenVideos,
+    SmolVideos,
+)
 from penstock.protocol.errors import InputError
 
+NAMES: dict[Any, str] = {  # in transformers
+    QwenVideos: "Qwen2VL", Qwen3Videos: "Qwen3VL", SmolVideos: "SmolVLM", GlmVideos: "Glm4v",
+    InternVideos: "InternVL", FixedVideos: "LlavaOnevision",
+}  # fmt: skip
 FILES: dict[str, dict[str, Any]] = {
     "mp4": {},
     "mp4 with B-frames": {"codec": "libx264", "gop_size": 5, "max_b_frames": 3},
@@ -59,6 +70,17 @@ def test_frames_are_sampled_evenly_by_count_or_by_time() -> None:
     assert Sampling.of({}, default) == Sampling(num_frames=DEFAULT_NUM_FRAMES, min_frames=4)
     assert Sampling.of({"fps": 2}, default) == Sampling(fps=2)
     assert Sampling.of({"num_frames": -1}, default) == ALL
+    assert GlmVideos({}).sampling == Sampling(num_frames=600, fps=2)
+    middles = Sampling.of({"num_frames": 4}, InternVideos({}).sampling)
+    assert middles.numbers(100, 10.0) == [12, 37, 62, 87]
+    assert middles.numbers(3, 10.0) == [0, 1, 2]
+
+
+def test_a_size_that_the_model_cannot_take_is_refused() -> None:
+    tiles = InternVideos({"size": {"height": 448, "width": 448}})
+    assert tiles.with_kwargs({"max_patches": 6}).settings == tiles.settings
+    with pytest.raises(BadMedia, match="448.*leave size out of mm_processor_kwargs"):
+        tiles.with_kwargs({"size": {"height": 56, "width": 56}})
 
 
 @pytest.mark.parametrize("name", ["avi", "matroska"])
@@ -185,8 +207,12 @@ def test_pixels_equal_those_of_transformers(shape: tuple[int, ...]) -> None:
         (Qwen3Videos, {}),
         (Qwen3Videos, {"size": {"shortest_edge": 4096, "longest_edge": 150_000}}),
         (SmolVideos, {"video_sampling": video, "size": {"longest_edge": 999}}),
+        (GlmVideos, {}),
+        (GlmVideos, {"size": {"shortest_edge": 4096, "longest_edge": 150_000}}),
+        (InternVideos, {"size": {"height": 448, "width": 448}}),
+        (FixedVideos, {"image_mean": [0.5, 0.5, 0.5]}),
     ):
-        name = {QwenVideos: "Qwen2VL", Qwen3Videos: "Qwen3VL", SmolVideos: "SmolVLM"}[own_class]
+        name = NAMES[own_class]
         theirs = getattr(transformers, f"{name}VideoProcessor")(**settings, do_sample_frames=False)
         expected = theirs(videos=[frames], return_tensors="pt")
         own = own_class(settings)
