@@ -79,7 +79,7 @@ def test_frames_are_sampled_evenly_by_count_or_by_time() -> None:
 def test_a_size_that_the_model_cannot_take_is_refused() -> None:
     tiles = InternVideos({"size": {"height": 448, "width": 448}})
     assert tiles.with_kwargs({"max_patches": 6}).settings == tiles.settings
-    with pytest.raises(BadMedia, match="448.*leave size out of mm_processor_kwargs"):
+    with pytest.raises(BadMedia, match=r"448.*leave size out of mm_processor_kwargs"):
         tiles.with_kwargs({"size": {"height": 56, "width": 56}})
 
 

@@ -204,6 +204,11 @@ def test_every_api_takes_images(server: ServerProcess, folder: Path, web_image: 
     answer = server.post("/v1/responses", {"model": model, "input": [item], **asked}).json()
     assert answer["output"][0]["content"][0]["text"] == expected
     assert answer["usage"]["input_tokens"] == usage["prompt_tokens"]
+    counted, details = usage["prompt_tokens_details"], answer["usage"]["input_tokens_details"]
+    assert counted["image_tokens"] > 0
+    assert {key: details[key] for key in ("image_tokens", "video_tokens")} == {
+        key: counted[key] for key in ("image_tokens", "video_tokens")
+    }
 
     source = {"type": "base64", "media_type": "image/png", "data": data_url.partition(",")[2]}
     for each in (source, {"type": "url", "url": web_image}):

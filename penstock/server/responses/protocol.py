@@ -345,13 +345,20 @@ class InputTokensDetails(Reply):
     cache_write_tokens: int
 
 
+class MediaInputTokensDetails(InputTokensDetails):
+    """Of an input that has images or videos."""
+
+    image_tokens: int
+    video_tokens: int
+
+
 class OutputTokensDetails(Reply):
     reasoning_tokens: int
 
 
 class ResponseUsage(Reply):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: MediaInputTokensDetails | InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int

@@ -295,10 +295,12 @@ def _echo_tools(body: ResponseRequest) -> list[dict[str, Any]]:
 
 
 def _usage_reply(usage: TurnUsage) -> dict[str, Any]:
-    cached = {"cached_tokens": usage.num_cached, "cache_write_tokens": 0}
+    details = {"cached_tokens": usage.num_cached, "cache_write_tokens": 0}
+    if usage.num_image or usage.num_video:
+        details |= {"image_tokens": usage.num_image, "video_tokens": usage.num_video}
     return {
         "input_tokens": usage.num_prompt,
-        "input_tokens_details": cached,
+        "input_tokens_details": details,
         "output_tokens": usage.num_completion,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
         "total_tokens": usage.num_total,
