@@ -96,8 +96,8 @@ class MediaConfig:
     media_max_mb: int = option(64, "Maximum size of an item's file in MiB.")
     enable_mm_embeds: bool = option(
         False,
-        "Accept embeddings in place of images (image_embeds). They enter the model unchecked: "
-        "enable it for trusted clients only.",
+        "Accept embeddings in place of images and videos (image_embeds, video_embeds). They enter "
+        "the model unchecked: enable it for trusted clients only.",
     )
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 TYPES: dict[str, Modality] = {
     "image_url": "image", "input_image": "image", "image_pil": "image", "image": "image",
-    "image_embeds": "image", "video_url": "video", "video": "video",
+    "image_embeds": "image", "video_url": "video", "video": "video", "video_embeds": "video",
 }  # fmt: skip
 NOUNS = {"image": "an image", "video": "a video"}
 KEYS = ("url", "pil", "embeds")  # of a part, after its modality
@@ -96,10 +96,10 @@ def _read(part: Mapping[str, Any], modality: Modality, where: str) -> MediaConte
     from penstock.media.content import MediaContent, check_uuid, read_embeds, read_item
 
     uuid = check_uuid(part.get("uuid"), where)
-    if part["type"] == "image_embeds":
-        if part.get("image_embeds") is None and uuid is not None:
+    if (kind := part["type"]).endswith("_embeds"):
+        if part.get(kind) is None and uuid is not None:
             return MediaContent(modality=modality, where=where, uuid=uuid)
-        return read_embeds(part.get("image_embeds"), f"{where}.image_embeds", part)
+        return read_embeds(part.get(kind), modality, f"{where}.{kind}", part)
     names = [modality, *(f"{modality}_{key}" for key in KEYS)]
     name = next((name for name in names if part.get(name) is not None), f"{modality}_url")
     given = part.get(name)

@@ -71,10 +71,10 @@ def read_multi_modal_data(
 ) -> list[MediaContent]:
     """The `multi_modal_data` of a prompt: an item or a list of items for image and for video.
 
-    An image is one of Pillow's, an array [height, width, 3] of uint8, a file (its bytes or its
-    path), or embeddings [rows, width]. A video is an array [frames, height, width, 3], a file, or a
-    pair of frames and their metadata (fps, frames_indices, total_num_frames). A list of frames is
-    one video. With `uuids`, an item may be None: sent before.
+    An image is one of Pillow's, an array [height, width, 3] of uint8, or a file (its bytes or its
+    path). A video is an array [frames, height, width, 3], a file, or a pair of frames and their
+    metadata (fps, frames_indices, total_num_frames). A list of frames is one video. Both may be
+    embeddings [rows, width]. With `uuids`, an item may be None: sent before.
     """
     for given, name in ((kwargs, "mm_processor_kwargs"), (uuids, "multi_modal_uuids")):
         if given is not None and not isinstance(given, Mapping):
@@ -121,8 +121,8 @@ def read_item(given: Any, modality: Modality, where: str, uuid: str | None = Non
         return MediaContent(
             modality=modality, where=where, data=rgb.tobytes(), shape=shape, uuid=uuid
         )
-    if modality == "image" and isinstance(given, Mapping) and "image_embeds" in given:
-        given, facts = given["image_embeds"], {**given, "image_embeds": None}
+    if isinstance(given, Mapping) and (name := f"{modality}_embeds") in given:
+        given, facts = given[name], {**given, name: None}
     if hasattr(given, "detach"):  # a tensor of torch's
         given = given.detach().cpu().float().numpy() if given.ndim == 2 else given.cpu().numpy()
     shape = tuple(getattr(given, "shape", ()))
@@ -134,8 +134,8 @@ def read_item(given: Any, modality: Modality, where: str, uuid: str | None = Non
             modality=modality, where=where, data=given.tobytes(), shape=shape, uuid=uuid,
             facts=facts,
         )  # fmt: skip
-    if len(shape) == 2 and modality == "image":
-        return embeds_content(given, where, facts, uuid)
+    if len(shape) == 2:
+        return embeds_content(given, modality, where, facts, uuid)
     forms = {
         "image": "an image of Pillow's, an array [height, width, 3] of uint8",
         "video": "an array [frames, height, width, 3] of uint8",
@@ -203,9 +203,9 @@ def _video_facts(given: Any, num_frames: int, where: str) -> dict[str, Any]:
 
 
 def embeds_content(
-    array: Any, where: str, facts: Mapping[str, Any], uuid: str | None = None
+    array: Any, modality: Modality, where: str, facts: Mapping[str, Any], uuid: str | None = None
 ) -> MediaContent:
-    """Embeddings [rows, width] in place of an image. Refuses numbers that are not finite."""
+    """Embeddings [rows, width] in place of an item. Refuses numbers that are not finite."""
     import numpy as np
 
     array = np.asarray(array)
@@ -219,32 +219,36 @@ def embeds_content(
     if not np.isfinite(array).all():
         raise InputError(f"{where} must be finite, got NaN or infinity", where)
     kept: dict[str, Any] = {}
-    if (grid := facts.get("image_grid_thw")) is not None:
-        kept["grid_thw"] = _grid(grid, where)
+    if (grid := facts.get(name := f"{modality}_grid_thw")) is not None:
+        kept["grid_thw"] = _grid(grid, name, where)
+    if modality == "video":
+        kept |= _video_facts({"fps": facts.get("fps")}, 1, where)
     return MediaContent(
-        modality="image", where=where, data=array.tobytes(), shape=array.shape, is_embeds=True,
+        modality=modality, where=where, data=array.tobytes(), shape=array.shape, is_embeds=True,
         facts=kept, uuid=uuid,
     )  # fmt: skip
 
 
-def _grid(given: Any, where: str) -> list[int]:
+def _grid(given: Any, name: str, where: str) -> list[int]:
     grid = given.tolist() if hasattr(given, "tolist") else given
     while isinstance(grid, (list, tuple)) and len(grid) == 1:
         grid = grid[0]
     is_grid = isinstance(grid, (list, tuple)) and len(grid) == 3
     if not is_grid or not all(type(each) is int and 0 < each < 2**16 for each in grid):
         raise InputError(
-            f"{where}: image_grid_thw must be three positive integers, got {given!r:.80}", where
+            f"{where}: {name} must be three positive integers, got {given!r:.80}", where
         )
     return list(grid)
 
 
-def read_embeds(encoded: object, where: str, part: Mapping[str, Any]) -> MediaContent:
+def read_embeds(
+    encoded: object, modality: Modality, where: str, part: Mapping[str, Any]
+) -> MediaContent:
     """Embeddings in a content part: a .npy file in base64."""
     import numpy as np
 
     if isinstance(encoded, Mapping):
-        part, encoded = encoded, encoded.get("image_embeds")
+        part, encoded = encoded, encoded.get(f"{modality}_embeds")
     try:
         if not isinstance(encoded, str):
             raise ValueError(f"got {encoded!r:.40}")
@@ -258,4 +262,4 @@ def read_embeds(encoded: object, where: str, part: Mapping[str, Any]) -> MediaCo
         array = np.frombuffer(file.read(), dtype).reshape(shape)  # before memory is taken for it
     except (binascii.Error, ValueError, EOFError, OSError) as error:
         raise InputError(f"{where} must be a .npy file in base64: {error}", where) from error
-    return embeds_content(array, where, part, check_uuid(part.get("uuid"), where))
+    return embeds_content(array, modality, where, part, check_uuid(part.get("uuid"), where))

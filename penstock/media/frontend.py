@@ -22,7 +22,6 @@ from penstock.media.fetch import MediaFetcher
 from penstock.media.files import MediaFile, MediaFolder
 from penstock.media.messages import (
     DescribeProcessor,
-    MediaRequest,
     MediaSetup,
     ProcessedMedia,
     ProcessMedia,
@@ -161,7 +160,7 @@ class MediaFrontend:
         if content.is_embeds:
             answer = self._take_embeds(content, file)
             return Processed(content.modality, digest, file, answer, file.size)
-        request: MediaRequest = ProcessMedia(
+        request = ProcessMedia(
             modality=content.modality,
             data=content.data,
             path=str(file.path),
@@ -171,6 +170,11 @@ class MediaFrontend:
             facts=dict(content.facts),
             max_pixels=MAX_PIXELS,
         )
+        answer = self._ask(request, content)
+        self._check_rows(sum(answer.runs), content.where)
+        return Processed(content.modality, digest, file, answer, file.size)
+
+    def _ask(self, request: ProcessMedia, content: MediaContent) -> ProcessedMedia:
         try:
             encoded = run_confined(self.pool, msgspec.msgpack.encode(request))
         except (TooMuchMemory, TooMuchTime) as error:
@@ -181,8 +185,7 @@ class MediaFrontend:
         answer = msgspec.msgpack.decode(encoded, type=ProcessedMedia)
         if answer.error is not None:
             raise InputError(f"{content.where}: {answer.error}", content.where)
-        self._check_rows(sum(answer.runs), content.where)
-        return Processed(content.modality, digest, file, answer, file.size)
+        return answer
 
     def _check_rows(self, num_rows: int, where: str) -> None:
         if num_rows > (most := self.config.encoder_cache_tokens):
@@ -199,8 +202,13 @@ class MediaFrontend:
             raise InputError(
                 f"{where}: embeddings are not accepted here (--enable-mm-embeds)", where
             )
-        if (info := self.info()).image_token_id != info.row_token_id:
-            raise InputError(f"{where}: this model takes images, but no embeddings", where)
+        info, modality = self.info(), content.modality
+        is_row = info.image_token_id == info.row_token_id
+        if modality == "video":
+            is_row = info.video_token_id == info.video_row_token_id
+        asks_for_text = modality == "video" and bool(info.merge)
+        if not is_row and not asks_for_text:
+            raise InputError(f"{where}: this model takes {modality}s, but no embeddings", where)
         assert content.data is not None
         assert content.shape is not None
         num_rows, width = content.shape
@@ -211,13 +219,23 @@ class MediaFrontend:
             )
         self._check_rows(num_rows, where)
         self._check_grid(num_rows, content)
+        facts = {key: value for key, value in content.facts.items() if key == "grid_thw"}
+        answer = ProcessedMedia(text=self.token_of(modality, where), runs=[num_rows], facts=facts)
+        if asks_for_text:  # such as times between the frames
+            answer = self._ask(
+                ProcessMedia(
+                    modality=modality,
+                    data=b"",
+                    path=str(file.path),
+                    facts=dict(content.facts),
+                    grid=content.facts["grid_thw"],
+                    max_pixels=MAX_PIXELS,
+                ),
+                content,
+            )
         file.path.write_bytes(content.data)
-        return ProcessedMedia(
-            text=info.image_token,
-            runs=[num_rows],
-            tensors=[MediaTensor(EMBEDS, "float32", (num_rows, width), 0)],
-            facts=dict(content.facts),
-        )
+        tensor = MediaTensor(EMBEDS, "float32", (num_rows, width), 0)
+        return msgspec.structs.replace(answer, tensors=[tensor])
 
     def _check_grid(self, num_rows: int, content: MediaContent) -> None:
         """Positions of these models come from the grid of patches."""
@@ -225,10 +243,10 @@ class MediaFrontend:
         if not merge:
             return
         t, h, w = content.facts.get("grid_thw", (0, 0, 0))
-        if t * (h // merge) * (w // merge) != num_rows:
+        if h % merge or w % merge or t * (h // merge) * (w // merge) != num_rows:
             raise InputError(
-                f"{content.where} needs image_grid_thw [time, height, width] in patches, of which "
-                f"{merge} x {merge} are a row: {num_rows} rows, got {[t, h, w]}",
+                f"{content.where} needs {content.modality}_grid_thw [time, height, width] in "
+                f"patches, of which {merge} x {merge} are a row: {num_rows} rows, got {[t, h, w]}",
                 content.where,
             )
 

@@ -29,6 +29,7 @@ class ProcessMedia(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kwargs: dict[str, Any] = {}  # of the processor
     io_kwargs: dict[str, Any] = {}  # of decoding
     facts: dict[str, Any] = {}  # about frames that are given as pixels
+    grid: list[int] = []  # of a video whose embeddings are given: only its text is asked for
     max_pixels: int
 
 

@@ -78,6 +78,7 @@ class Video:
     fps: float | None
     height: int
     width: int
+    grid: tuple[int, ...] | None = None  # of patches, if there are embeddings and no frames
 
     @property
     def duration(self) -> float | None:

@@ -107,7 +107,9 @@ class VideoProcessor:
             duration=video.duration,
             frames_indices=list(video.numbers),
         )
-        return {**self.tensors(video.frames), "video_metadata": [metadata]}
+        if video.grid is None:
+            return {**self.tensors(video.frames), "video_metadata": [metadata]}
+        return {"video_grid_thw": torch.tensor([video.grid]), "video_metadata": [metadata]}
 
     def tensors(self, frames: list[torch.Tensor]) -> dict[str, Any]:
         raise NotImplementedError
@@ -147,6 +149,13 @@ class QwenVideos(VideoProcessor):
             ratio = math.sqrt(least / (num_frames * height * width))
             fitted = [math.ceil(side * ratio / factor) * factor for side in (height, width)]
         return fitted[0], fitted[1]
+
+    def embedded(self, grid: list[int], fps: float | None) -> Video:
+        """The video of embeddings. `fps`: frames a second, of those that were sampled."""
+        t, h, w = grid
+        count = t * self.temporal_patch_size
+        height, width = h * self.patch_size, w * self.patch_size
+        return Video([], list(range(count)), count, fps, height, width, (t, h, w))
 
     def tensors(self, frames: list[torch.Tensor]) -> dict[str, Any]:
         time, patch, merge = self.temporal_patch_size, self.patch_size, self.merge_size

@@ -144,13 +144,16 @@ def process_image(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, A
 def process_video(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, Any], str]:
     """The processor's output, and the video's text."""
     videos = processor.video_processor.with_kwargs(request.kwargs)
-    if request.shape is None:
+    if request.grid:
+        video = videos.embedded(request.grid, request.facts.get("fps"))
+    elif request.shape is None:
         sampling = Sampling.of(request.io_kwargs, videos.sampling)
         recovers = request.io_kwargs.get("frame_recovery", False)
         video = decode_video(request.data, sampling, recovers, videos.keep)
     else:
         video = video_of(request.data, request.shape, request.facts, videos.keep)
-    found, (text,) = processor._process_videos([video.frames[0][None]], video=video)
+    first = video.frames[0] if video.frames else np.zeros((3, 1, 1), np.uint8)
+    found, (text,) = processor._process_videos([first[None]], video=video)
     seconds = found.pop("second_per_grid_ts", None)
     if seconds is not None:  # as the 32-bit float that the model's code makes of it
         found["video_seconds"] = np.array(np.float32(seconds[0]).as_integer_ratio())

@@ -104,7 +104,7 @@ class LlavaOnevisionTower(LlavaNextTower):
         if item.modality == "image":
             return super().rows(item, x)
         side = self.tower.embeddings.side
-        frames = x.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        frames = x.reshape(len(x), side, side, -1).permute(0, 3, 1, 2)
         half = math.ceil(side / 2)
         pooled = F.interpolate(frames, [half, half], mode="bilinear")
         return torch.cat([pooled.flatten(2).mT.flatten(0, 1), self.image_newline.weight[None]])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_vision import InProcessMedia, clip, make_vision_checkpoint, picture
+from tiny_vision import VARIANTS, InProcessMedia, clip, make_vision_checkpoint, picture
 
 from penstock import LLM, SamplingParams
 from penstock.confined.scope import JobScope
@@ -122,6 +122,47 @@ def test_embeddings_replace_the_tower(llm: LLM) -> None:
     array = rows.float().numpy()
     (output,) = llm.chat(messages(encoded(array), image_grid_thw=[1, 6, 4]), GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected
+
+
+VIDEO_PROMPT = "<|user|>{}Say<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_5_vl",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_vl", "glm4v")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("llava_onevision", "internvl")),
+    ],
+)
+def test_embeddings_of_a_video_replace_the_tower(name: str, tmp_path: Path) -> None:
+    """The prompt has the same times, and the tokens the same positions."""
+    folder = make_vision_checkpoint(tmp_path, name)
+    prompt = VIDEO_PROMPT.format(VARIANTS[name].video)
+    with LLM(str(folder), **OPTIONS, enable_mm_embeds=True) as llm:
+        llm.frontend.media.pool = InProcessMedia(folder)
+
+        def tokens(video: Any) -> tuple[Any, Any]:
+            given = {"prompt": prompt, "multi_modal_data": {"video": [video]}}
+            (output,) = llm.generate(given, GREEDY, use_tqdm=False)
+            return output.prompt_token_ids, output.outputs[0].token_ids
+
+        expected = tokens((clip(56, 84, 4), {"fps": 2}))
+        (rows,) = llm.engine.executor.worker.runner.media._rows.values()
+        data = {"video_embeds": rows, "fps": 2}
+        if name == "internvl":
+            with pytest.raises(InputError, match="takes videos, but no embeddings"):
+                tokens(data)
+            return
+        if name != "llava_onevision":
+            with pytest.raises(InputError, match="needs video_grid_thw"):
+                tokens(data)
+            data["video_grid_thw"] = [2, 6, 4]
+        assert tokens(data) == expected
+        part = {"type": "video_embeds", **data, "video_embeds": encoded(rows.float().numpy())}
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": "Say"}]}]
+        (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
+        assert (output.prompt_token_ids, output.outputs[0].token_ids) == expected
 
 
 @pytest.mark.parametrize(

@@ -110,12 +110,15 @@ class MediaURL(Body):
 
 class ContentPart(Body):
     model_config = ConfigDict(extra="allow")
-    type: Text = Field(description="text, image_url, video_url or image_embeds.")
+    type: Text = Field(description="text, image_url, video_url, image_embeds or video_embeds.")
     text: Text | None = None
     image_url: MediaURL | Text | None = Field(None, description="An image.")
     video_url: MediaURL | Text | None = Field(None, description="A video.")
     image_embeds: Text | dict[str, Any] | None = Field(
         None, description="A .npy file in base64. Requires --enable-mm-embeds."
+    )
+    video_embeds: Text | dict[str, Any] | None = Field(
+        None, description="As image_embeds, for a video."
     )
     uuid: Text | None = Field(
         None,
