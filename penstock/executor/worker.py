@@ -132,6 +132,7 @@ class Worker:
         if not lora.enable_lora:
             return None
         from penstock.loading.adapters.read import read_adapter  # most engines need none of it
+        from penstock.models.vision import VisionModel
 
         dtype = self.dtypes.compute
         if lora.lora_dtype != "auto":
@@ -141,7 +142,8 @@ class Worker:
         def read(adapter: Adapter) -> AdapterWeights:
             return read_adapter(adapter.path, model, lora.max_lora_rank, dtype, adapter.digest)
 
-        return AdapterStore(slots, lora.max_loras, read)
+        tower = model.tower_prefix if isinstance(model, VisionModel) else None
+        return AdapterStore(slots, lora.max_loras, read, tower)
 
     def start(self, layout: KVCacheLayout, limits: StepLimits) -> None:
         """Allocate the cache and the runner's tables. `limits` fit the size of the cache."""

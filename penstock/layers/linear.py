@@ -66,6 +66,7 @@ class Linear(MatrixLayer):
         self.adapter: LinearAdapter | None = None
         self.takes_adapters = True  # False: the matrix is also used other than by `forward`
         self.is_label_head = False  # True: it follows pooling
+        self.encodes_media = False  # True: its rows are those of media, not of the step
         self.bias = build.empty(self.out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

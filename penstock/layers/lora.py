@@ -83,7 +83,8 @@ def make_slots(
         if isinstance(module, Linear) and module.is_label_head:
             module.adapter = slots[name] = LabelSlots(name, module)
         elif isinstance(module, Linear) and module.takes_adapters:
-            module.adapter = slots[name] = LinearSlots(name, module, num_slots, max_rank, dtype)
+            kind = TowerSlots if module.encodes_media else LinearSlots
+            module.adapter = slots[name] = kind(name, module, num_slots, max_rank, dtype)
         elif isinstance(module, Experts):
             own = f"{name}.experts"
             module.adapter = slots[own] = ExpertSlots(own, module, max_rank, dtype)
@@ -185,6 +186,23 @@ class LinearSlots:
                 kept = layer.rows_of(bias, part).float() * (1 - multiplier)
                 shift = kept if shift is None else kept + shift.to(device)
         return PartUpdate(own.a, own.b, multiplier, shift)
+
+
+class TowerSlots(LinearSlots):
+    """The adapters of a layer that encodes media.
+
+    The context's one row tells the adapter of all rows, of which each layer of a tower has another
+    number.
+    """
+
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        step = current_adapters()
+        if step is None:
+            return product(x)
+        rows = x.reshape(-1, x.shape[-1])
+        all_rows = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+        output = self.slots.run(rows, product, step.take(all_rows))
+        return output.view(*x.shape[:-1], output.shape[-1])
 
 
 def host_copy(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -195,7 +195,7 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
             model.item_ranks = build.tp
         for layer in tower.modules():
             if isinstance(layer, Linear):
-                layer.takes_adapters = False  # its rows are not those of the step
+                layer.encodes_media = True
         setattr(model, prefix, tower)
         unread = tower.unread
     elsewhere = [rf"^(?!{prefix}\.)(?:{pattern})" for pattern in model.weights.elsewhere]

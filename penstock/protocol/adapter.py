@@ -55,3 +55,4 @@ class FinishedJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
     digest: str
     error: str | None = None  # why it failed, for the client
+    changes_tower: bool = False  # the embeddings of media depend on the adapter

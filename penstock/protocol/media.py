@@ -49,6 +49,7 @@ class EncodeMedia(msgspec.Struct, frozen=True, tag=True):
     """Compute an item's embeddings before the step, and keep them."""
 
     item: MediaItem
+    adapter_slot: int | None = None  # of an adapter that changes the tower
     content: bytes | None = None  # of the item's file, for a rank on another machine
 
 

@@ -40,11 +40,13 @@ class AdapterStore:
         slots: Mapping[str, LayerSlots],  # by layer
         num_slots: int,
         read: Callable[[Adapter], AdapterWeights],
+        tower: str | None = None,  # the module that encodes media
     ) -> None:
         self.num_slots = num_slots
         self._slots = slots
         self._needs_rows = False
         self._read = read
+        self._tower = tower
         self._lock = threading.Lock()  # held for all that follows
         self._fetches: deque[Adapter] = deque()  # the first one is being read
         self._shares: dict[str, Shares] = {}  # by digest
@@ -138,7 +140,9 @@ class AdapterStore:
                 elif error is None and adapter.digest not in self._shares:
                     self._fetches.append(adapter)  # dropped, and then wanted again
                     continue
-                self._finished.append(FinishedJob(adapter.digest, error))
+                changed = self._shares.get(adapter.digest, ())
+                changes_tower = any(name.startswith(f"{self._tower}.") for name in changed)
+                self._finished.append(FinishedJob(adapter.digest, error, changes_tower))
 
     @torch.inference_mode()
     def _load(self, adapter: Adapter) -> Shares:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from penstock.layers.context import MediaRows
+from penstock.layers.context import MediaRows, adapter_context
 from penstock.models.vision import Positions, VisionModel
 from penstock.ops.attention import SpanRows
+from penstock.ops.lora import AdapterStep, adapter_step
 from penstock.protocol.media import DropMedia, EncodeMedia, MediaJob
 from penstock.protocol.step import NewRequest
 from penstock.runner.forward import ForwardInputs
@@ -48,10 +50,15 @@ class MediaStore:
     """With pipeline stages, the first one alone has embeddings."""
 
     def __init__(
-        self, model: VisionModel, tables: RequestTables, encoder: MediaEncoder | None
+        self,
+        model: VisionModel,
+        tables: RequestTables,
+        encoder: MediaEncoder | None,
+        num_adapter_slots: int,
     ) -> None:
         self.model = model
         self.encoder = encoder  # None: an earlier pipeline stage has it
+        self.num_adapter_slots = num_adapter_slots
         self.device = tables.device
         self._rows: dict[bytes, torch.Tensor] = {}  # embeddings of items, by their hash
         self._prompts: dict[int, _Prompt] = {}  # of requests with media, by slot
@@ -65,10 +72,25 @@ class MediaStore:
         for job in jobs:
             if isinstance(job, DropMedia):
                 self._rows.pop(job.hash, None)
-        encoded = [job for job in jobs if isinstance(job, EncodeMedia)]
-        if self.encoder is not None and encoded:
-            for job, rows in zip(encoded, self.encoder.encode(encoded), strict=True):
-                self._rows[job.item.hash] = rows
+        by_adapter: dict[int | None, list[EncodeMedia]] = {}
+        for job in jobs:
+            if isinstance(job, EncodeMedia):
+                by_adapter.setdefault(job.adapter_slot, []).append(job)
+        if self.encoder is None:
+            return
+        for slot, own in by_adapter.items():
+            with nullcontext() if slot is None else adapter_context(self._row_with(slot)):
+                for job, rows in zip(own, self.encoder.encode(own), strict=True):
+                    self._rows[job.item.hash] = rows
+
+    def _row_with(self, slot: int) -> AdapterStep:
+        """One row that uses an adapter slot."""
+        if self.device.type == "cuda":
+            from penstock.ops.triton.lora_tiles import DeviceAdapterStep
+
+            slots = torch.tensor([slot], dtype=torch.int32, device=self.device)
+            return DeviceAdapterStep.empty(slots, self.num_adapter_slots).group()
+        return adapter_step(np.array([slot]), self.num_adapter_slots)
 
     def clear(self) -> None:
         """Forget all embeddings. The scheduler does, too."""

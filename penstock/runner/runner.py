@@ -112,7 +112,9 @@ class ModelRunner:
             from penstock.runner.sampling_graphs import SamplingGraphs
 
             self.tables = DeviceTables(*sizes)
-            self.media = _make_media(model, self.tables, dtype, capture_graphs, takes_media)
+            self.media = _make_media(
+                model, self.tables, dtype, capture_graphs, takes_media, num_adapter_slots
+            )
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
@@ -120,7 +122,9 @@ class ModelRunner:
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
-            self.media = _make_media(model, self.tables, dtype, capture_graphs, takes_media)
+            self.media = _make_media(
+                model, self.tables, dtype, capture_graphs, takes_media, num_adapter_slots
+            )
             self.steps = HostSteps(
                 model, self.tables, self.memory, num_adapter_slots, drafter, self.media
             )
@@ -281,7 +285,12 @@ class ModelRunner:
 
 
 def _make_media(
-    model: Model, tables: RequestTables, dtype: torch.dtype, capture_graphs: bool, takes_media: bool
+    model: Model,
+    tables: RequestTables,
+    dtype: torch.dtype,
+    capture_graphs: bool,
+    takes_media: bool,
+    num_adapter_slots: int,
 ) -> MediaStore | None:
     if not takes_media:
         return None
@@ -293,4 +302,4 @@ def _make_media(
     encoder = None
     if model.has_tower:
         encoder = MediaEncoder(model, tables.device, dtype, capture_graphs)
-    return MediaStore(model, tables, encoder)
+    return MediaStore(model, tables, encoder, num_adapter_slots)

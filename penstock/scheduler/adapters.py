@@ -94,6 +94,7 @@ class Adapters:
             return
         entry = self._entry(state.adapter)
         entry.queue.put_back(state)
+        entry.key_media(state)
         if entry.copy is Copy.ABSENT:
             entry.adapter = state.adapter  # the latest path for this content
             if not self._for_copy:
@@ -180,6 +181,7 @@ class Adapters:
             self._num_placements += 1
         self._slots.hold(entry)
         entry.num_running += 1
+        state.tower_slot = entry.slot if entry.changes_tower else None
         digest = entry.adapter.digest
         self._copies[digest] = self._copies.pop(digest)  # the most recently used
         self._file(entry)
@@ -282,6 +284,7 @@ class Adapters:
         loads, entry.loads = entry.loads, []
         if job.error is None:
             entry.copy = Copy.READY
+            entry.learn(job.changes_tower)
             self._num_loads += 1
             for answer in loads:
                 answer.set_result(None)

@@ -29,9 +29,20 @@ class AdapterState:
     slot: int | None = None  # holds it; implies that the copy is ready
     num_running: int = 0  # requests; implies a slot
     is_pinned: bool = False
+    changes_tower: bool = False  # known once the copy is ready
     stuck: RequestState | None = None  # its first request, if that is parked
     stuck_in: WaitingQueue | None = None  # among the stuck requests of other adapters
     loads: list[Future[None]] = field(default_factory=list)  # answered once the copy is ready
+
+    def learn(self, changes_tower: bool) -> None:
+        """Its copy is ready, and tells whether the embeddings of media depend on it."""
+        self.changes_tower = changes_tower
+        for state in self.queue.in_order():
+            self.key_media(state)
+
+    def key_media(self, state: RequestState) -> None:
+        if self.changes_tower and state.media:
+            state.key_media_by_adapter()
 
     @property
     def is_idle(self) -> bool:

@@ -62,7 +62,7 @@ class EncoderBudget:
         num_free = self._limits.encoder_rows - self._num_locked
         num_encoded, end = self._num_in_step, first + num_tokens
         seen: set[bytes] = set()
-        for item in state.request.media:
+        for item in state.media:
             if item.end <= first or self._is_locked(item.hash) or item.hash in seen:
                 continue
             if item.offset >= end:
@@ -92,12 +92,12 @@ class EncoderBudget:
             return
         first = state.num_computed_tokens
         end = first + num_tokens
-        for item in state.request.media:
+        for item in state.media:
             if item.end <= first:
                 continue
             if item.offset >= end:
                 break
-            self._lock(item)
+            self._lock(item, state.tower_slot)
             if item.end > end:
                 if state.request_id not in self._held:
                     self._held[state.request_id] = item.hash
@@ -132,7 +132,7 @@ class EncoderBudget:
     def _is_locked(self, digest: bytes) -> bool:
         return digest in self._in_step or self._holds[digest] > 0
 
-    def _lock(self, item: MediaItem) -> None:
+    def _lock(self, item: MediaItem, adapter_slot: int | None) -> None:
         if not self._is_locked(item.hash):
             size = self._sizes.pop(item.hash, None)
             if size is None:
@@ -141,7 +141,7 @@ class EncoderBudget:
                 self._num_kept += size
                 self._num_in_step += size
                 self.num_encoded += 1
-                self._jobs.append(EncodeMedia(item))
+                self._jobs.append(EncodeMedia(item, adapter_slot))
             self._sizes[item.hash] = size  # now the most recently used
             self._num_locked += size
         self._in_step.add(item.hash)

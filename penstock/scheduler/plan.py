@@ -96,7 +96,7 @@ class PlannedStep:
                 second_segment=request.second_segment,
                 cache_salt=state.cache_salt,
                 adapter_slot=adapter_slot,
-                media=request.media,
+                media=state.media,
                 spans=state.spans,
             )
         )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import time
 from functools import lru_cache
+
+from msgspec.structs import replace
 
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
@@ -73,6 +76,7 @@ class RequestState(_EveryStep):
         "incarnation",
         "is_masked",
         "max_total_tokens",
+        "media",
         "num_cached_tokens",
         "num_drafts",
         "num_prompt_logprobs",
@@ -88,6 +92,7 @@ class RequestState(_EveryStep):
         "speculates",
         "status",
         "stop_reason",
+        "tower_slot",
     )
 
     def __init__(
@@ -109,6 +114,8 @@ class RequestState(_EveryStep):
         self.token_ids = request.prompt_token_ids + request.output_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.spans = spans or []  # of its prompt, see `find_spans`
+        self.media = request.media  # by hashes that cover all that their embeddings depend on
+        self.tower_slot: int | None = None  # of its adapter, if that changes the tower
         self.max_total_tokens = min(self.num_prompt_tokens + request.max_tokens, max_model_len)
         self.num_computed_tokens = 0
         self.num_confirmed_tokens = 0
@@ -168,6 +175,15 @@ class RequestState(_EveryStep):
     def media_hashes(self) -> dict[int, bytes]:
         """By the offset of each item."""
         return {item.offset: item.hash for item in self.request.media}
+
+    def key_media_by_adapter(self) -> None:
+        """Its media are encoded with its adapter, apart from those of other requests."""
+        assert self.adapter is not None
+        suffix = self.adapter.digest.encode()
+        self.media = [
+            replace(item, hash=hashlib.sha256(item.hash + suffix).digest())
+            for item in self.request.media
+        ]
 
     def enter(self, num_computed_tokens: int) -> None:
         """Start to run. The KV of the first `num_computed_tokens` tokens is cached."""

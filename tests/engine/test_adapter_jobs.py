@@ -120,6 +120,11 @@ def test_a_job_has_ended_once_all_ranks_have_reported_it() -> None:
     assert jobs.merge([[], []]) == []
 
 
+def test_one_rank_that_has_the_tower_tells_that_an_adapter_changes_it() -> None:
+    tells = FinishedJob("x", changes_tower=True)
+    assert FinishedJobs().merge([[tells], [FinishedJob("x")]]) == [tells]
+
+
 def test_a_job_that_failed_on_one_rank_has_failed() -> None:
     jobs = FinishedJobs()
     assert jobs.merge([[], [FinishedJob("x", "out of memory")]]) == []

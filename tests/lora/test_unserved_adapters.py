@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from adapters import WRAPPED, MakeCheckpoint, MergedReference, make_adapter, reference_tokens
+from adapters import MakeCheckpoint, MergedReference, make_adapter, reference_tokens
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 
 from penstock import LoRARequest
@@ -27,15 +27,3 @@ def test_an_adapter_of_kv_b_proj_is_refused_for_serving_and_can_be_merged(
     with open_llm(checkpoint, merge_lora=str(adapter)) as llm:
         found = greedy_tokens(llm, PROMPTS)
     assert found == reference_tokens(MergedReference(checkpoint, adapter), PROMPTS)
-
-
-def test_an_adapter_of_a_vision_tower_is_refused_for_serving(
-    checkpoint_of: MakeCheckpoint, tmp_path: Path
-) -> None:
-    checkpoint = checkpoint_of(WRAPPED.variant)
-    adapter = make_adapter(tmp_path, checkpoint, target_modules=["q_proj"])
-    with (
-        open_llm(checkpoint, enable_lora=True) as llm,
-        pytest.raises(InputError, match=r"vision\.tower.*cannot change.*penstock merge"),
-    ):
-        llm.generate(PROMPTS, lora_request=LoRARequest("own", 1, str(adapter)), use_tqdm=False)

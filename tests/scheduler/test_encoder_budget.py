@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.protocol.adapter import Adapter
 from penstock.protocol.errors import InputError
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.media import DropMedia, EncodeMedia, MediaItem
@@ -175,3 +176,23 @@ def test_what_never_fits_is_refused() -> None:
 def test_a_span_longer_than_the_model_says_is_refused() -> None:
     with pytest.raises(InputError, match="13 tokens in a row, but at most 12"):
         find_spans(request("long", [(0, MOST_ROWS + 1, 1)]), limits(100, 100, has_spans=True))
+
+
+def test_an_item_is_encoded_apart_for_an_adapter_that_changes_the_tower() -> None:
+    """Requests with the same adapter share it, as those without one do."""
+    budget = EncoderBudget(limits(40, 40))
+    states = [RequestState(request(str(i), [(1, 4, 0)]), i, 4096) for i in range(5)]
+    for state, name in zip(states, ["", "a", "b", "a", ""], strict=True):
+        if name:
+            state.adapter = Adapter(name, f"digest-{name}", "")
+            state.tower_slot = ord(name)
+            state.key_media_by_adapter()
+            state.key_media_by_adapter()  # as after a preemption
+    budget.begin_step()
+    for state in states:
+        assert budget.limit(state, 0, 6) == 6
+        budget.take(state, 6)
+    jobs = [job for job in budget.take_jobs() if isinstance(job, EncodeMedia)]
+    assert [job.adapter_slot for job in jobs] == [None, ord("a"), ord("b")]
+    assert [job.item.hash for job in jobs] == [state.media[0].hash for state in states[:3]]
+    assert len({job.item.hash for job in jobs}) == 3
