@@ -135,6 +135,8 @@ def _read(
     recovers: bool,
     keep: Callable[[Frame, int], Any],
 ) -> Video:
+    if stream.codec_context is None:  # PyAV's types leave it out
+        raise BadMedia("its codec is unknown, or it is broken")
     _check_size(stream.codec_context.width, stream.codec_context.height)
     stream.codec_context.thread_count = 1
     times, keys = _scan(container, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,14 @@ def test_a_cut_file_gives_the_frames_that_are_whole() -> None:
     found = decoded(data[: len(data) * 2 // 3])
     assert 0 < len(found.numbers) < 24
     assert levels(found.frames) == found.numbers
+
+
+def test_a_file_may_be_cut_anywhere() -> None:
+    """Such as before the name of its codec. It is refused, or its frames are whole."""
+    data = video_file(4)
+    for length in range(len(data)):
+        with contextlib.suppress(BadMedia):
+            assert decoded(data[:length]).num_total == 4
 
 
 def turned(data: bytes) -> bytes:
