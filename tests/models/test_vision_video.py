@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tiny_vision import (
     VARIANTS,
@@ -35,15 +36,24 @@ def model(
     return folder, Reference(folder, name)
 
 
+WAYS: dict[str, dict[str, Any]] = {  # options of the engine
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "whole prompts": {},
+    "preempted": {},
+}
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "num_tokens", [pytest.param(7, id="chunks of 7"), pytest.param(512, marks=pytest.mark.slow)]
+    "way", [pytest.param(way, marks=() if way == "chunks of 7" else SLOW) for way in WAYS]
 )
-def test_tokens_and_logprobs_equal_transformers(
-    model: tuple[Path, Reference], num_tokens: int
-) -> None:
+def test_tokens_and_logprobs_equal_transformers(model: tuple[Path, Reference], way: str) -> None:
     """A video before text, one among an image and text, and a slow one whose times lie beyond the
     positions of the text after it: in one batch, and once more from the prefix cache."""
     folder, reference = model
+    options = {**OPTIONS, **WAYS[way]}
+    num_tokens = 40 if way == "preempted" else 8
     image, video = reference.variant.image, reference.variant.video
     frames = clip(100, 60, 5)
     mixed = f"<|user|>What{video} is<|assistant|>it {image} here<|assistant|>", [picture(50, 90)]
@@ -55,7 +65,8 @@ def test_tokens_and_logprobs_equal_transformers(
         (f"<|user|>{video}", [], FACTS | {"fps": 2.0}),
     ]
     expected = [
-        reference.generate_scored(text, images, 8, (frames, facts)) for text, images, facts in given
+        reference.generate_scored(text, images, num_tokens, (frames, facts))
+        for text, images, facts in given
     ]
     prompts = [
         {
@@ -64,11 +75,17 @@ def test_tokens_and_logprobs_equal_transformers(
         }
         for text, images, facts in given
     ]
-    with LLM(str(folder), **OPTIONS, max_num_batched_tokens=num_tokens, max_num_seqs=4) as llm:
+    if way == "preempted":  # two prompts fit, but not what they grow to
+        lengths = [len(prompt_ids) for prompt_ids, _, _ in expected]
+        options["max_model_len"] = max(lengths) + num_tokens
+        num_blocks = sum(length // 16 + 1 for length in lengths[:2]) + 2
+        options["num_gpu_blocks_override"] = max(num_blocks, options["max_model_len"] // 16 + 2)
+    params = msgspec.structs.replace(GREEDY, max_tokens=num_tokens)
+    with LLM(str(folder), **options) as llm:
         assert llm.frontend.media is not None
         llm.frontend.media.pool = InProcessMedia(folder)
         for _ in range(2):
-            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, (prompt_ids, token_ids, logprobs) in zip(outputs, expected, strict=True):
                 assert output.prompt_token_ids == prompt_ids
                 (completion,) = output.outputs
@@ -77,4 +94,7 @@ def test_tokens_and_logprobs_equal_transformers(
                 assert [own[token].logprob for own, token in found] == pytest.approx(
                     logprobs, abs=1e-4
                 )
-        assert llm.engine.scheduler.encoder.num_encoded == 3 + len(mixed[1]), "each item once"
+        scheduler = llm.engine.scheduler
+        if way != "preempted":
+            assert scheduler.encoder.num_encoded == 3 + len(mixed[1]), "each item once"
+        assert (scheduler.stats().num_preemptions > 0) == (way == "preempted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import io
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hostile_media import Hostile, data_url, hostile_media, hostile_web, png, saved
-from server_process import ServerProcess
+from server_process import ServerProcess, events
 from tiny_vision import Reference, make_vision_checkpoint, picture
 from video_clips import video_file
 
@@ -100,6 +101,36 @@ def test_tokens_equal_transformers_through_a_kill(folder: Path, server: ServerPr
     assert again["choices"][0]["token_ids"] == token_ids
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "smolvlm"])
+def test_streams_with_images_go_on_after_a_kill(name: str, tmp_path: Path) -> None:
+    """Bidirectional spans, features for early layers, and tiles are computed again."""
+    folder = make_vision_checkpoint(tmp_path, name)
+    reference = Reference(folder, name)
+    image = picture(100, 60)
+    prompt = f"<|user|>{reference.variant.image}Say<|assistant|>"
+    _, expected = reference.generate(prompt, [image], 200)
+    body = {
+        "model": str(folder), "messages": [message(encoded(image), "Say")], "temperature": 0,
+        "max_tokens": 200, "ignore_eos": True, "return_token_ids": True, "stream": True,
+    }  # fmt: skip
+    with (
+        ServerProcess(str(folder), *FLAGS) as server,
+        server.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as answer,
+    ):
+        token_ids: list[int] = []
+        for line in answer.iter_lines():
+            event = line.removeprefix("data: ")
+            if not event or event == "[DONE]":
+                continue
+            found = json.loads(event)["choices"][0].get("token_ids") or []
+            if found and not token_ids:
+                os.kill(server.engine_pid, signal.SIGKILL)
+            token_ids += found
+    assert token_ids == expected
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -142,11 +173,22 @@ def test_hostile_media_are_refused_beside_good_requests(
         right = 400 <= answer.status_code < 500 and param.startswith("messages[0].content[1]")
         return "" if right else f"{case.name}: {answer.status_code} {answer.text[:200]}"
 
+    def stream_well() -> list[int]:
+        token_ids = []
+        for event in events(server.post(path, {**good, **streams}).text):
+            if event != "[DONE]":
+                token_ids += event["choices"][0].get("token_ids") or []
+        return token_ids
+
+    path, streams = "/v1/chat/completions", {"stream": True, "return_token_ids": True}
     expected = ask_well()
+    streamed = stream_well()
+    assert len(streamed) == ASKED["max_tokens"]
     with hostile_web() as web, ThreadPoolExecutor(8) as threads:
         faults = [threads.submit(fault, case) for case in hostile_media(count, web)]
         while not all(each.done() for each in faults):
             assert ask_well() == expected
+            assert stream_well() == streamed
         assert [each.result() for each in faults if each.result()] == []
     assert ask_well() == expected
 
