@@ -7,11 +7,13 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from tiny_vision import Reference, make_vision_checkpoint, picture
 
 from penstock.cli.main import main
 
 
+@pytest.mark.slow
 def test_a_line_with_an_image_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
     """Beside one whose image is broken."""
     folder = tmp_path / "model"
