@@ -148,7 +148,7 @@ class AsyncLLM:
         """Stream the outputs of one prompt. `output_kind` sets what each output holds.
 
         Leaving the loop early aborts the request, as does `abort`. Raises `InputError` for an
-        invalid request, `AdapterError` for an adapter that is none. A request that fails while it
+        invalid request, `AdapterError` for a path without an adapter. A request that fails while it
         runs has the finish reason "error".
         """
 

@@ -141,7 +141,7 @@ class ParallelConfig:
     )
     distributed_executor_backend: Literal["mp", "ray"] = option(
         "mp",
-        "Who starts the ranks. mp: this machine, and with nnodes others that join it; ray: a Ray "
+        "How ranks are started. mp: this machine, and with nnodes others that join it; ray: a Ray "
         "cluster, one actor per rank (requires penstock[ray]).",
     )
     ray_address: str | None = option(

@@ -14,7 +14,7 @@ class EplbSettings:
     """The keys of `eplb_config`."""
 
     num_redundant_experts: int = option(
-        0, "Second copies of experts, in each layer and over all ranks. The busiest get them."
+        0, "Number of additional expert copies per layer, over all ranks."
     )
     window_size: int = option(1000, "Number of steps whose tokens decide where experts go.")
     step_interval: int = option(

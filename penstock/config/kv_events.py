@@ -25,7 +25,7 @@ class KVEventsSettings:
     )
     replay_endpoint: str | None = option(
         None,
-        "Address of a ROUTER socket that sends past batches again, bound and offset likewise.",
+        "Address of a ROUTER socket that replays past batches; same rules as endpoint.",
     )
     buffer_steps: int = option(10_000, "Number of past batches that can be sent again.")
     hwm: int = option(

@@ -86,8 +86,7 @@ class MediaConfig:
     )
     allowed_media_networks: list[str] = option(
         [],
-        "Networks that are not public and from which media may be fetched all the same, such as "
-        "10.1.0.0/16.",
+        "Private networks from which media may be fetched, such as 10.1.0.0/16.",
     )
     allow_media_redirects: bool = option(
         False, "Follow redirects when fetching media. Each target is checked like the URL itself."

@@ -25,7 +25,7 @@ class RayServeConfig:
         "max_num_seqs, whichever is more.",
     )
     target_queued_requests: float = option(
-        8.0, "With autoscaling: how many requests in engines' queues ask for another replica."
+        8.0, "With autoscaling: queued requests per additional replica."
     )
     deployment_config: dict[str, Any] | None = option(
         None,

@@ -119,8 +119,8 @@ class ServerConfig:
     max_stored_responses: int = option(
         1000,
         "Maximum number of responses and conversations that /v1/responses and /v1/conversations "
-        "keep in memory. The least recently used of the largest user are dropped first. 0: none "
-        "are stored.",
+        "keep in memory. The least recently used are evicted first, from the user with the most. "
+        "0: none are stored.",
     )
     max_stored_response_bytes: int = option(
         256 * 2**20, "Maximum total size of stored responses and conversations."

@@ -90,7 +90,7 @@ def _matrix(layer: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     if 2 * len(data) != rows * columns or columns % 2:
         raise ModelError(
             f"{layer}.weight has {len(data)} bytes, but two numbers in each do not make the "
-            f"{rows} x {columns} that its quant_state speaks of, in rows of whole bytes"
+            f"{rows} x {columns} that its quant_state declares, in rows of whole bytes"
         )
     table = state.take("quant_map", torch.float32, 16)
     swapped = ((data << 4) | (data >> 4)).view(rows, columns // 2)

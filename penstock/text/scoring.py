@@ -66,7 +66,7 @@ def check_instruction(info: PoolingInfo, instruction: str | None) -> None:
     if instruction is None or "{instruction}" in (info.score_template or ""):
         return
     raise InputError(
-        "instruction is for rerankers whose template has a place for it, which this model has not: "
+        "instruction is for rerankers whose template has a place for it; this model has none: "
         "leave it out, or set a score_template with {instruction} in --pooler-config"
         if info.num_labels
         else "instruction is for rerankers, and this is an embedding model: leave it out, or write "

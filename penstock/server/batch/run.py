@@ -107,7 +107,7 @@ class Batch:
     def _parse(self, line: bytes) -> BatchRequest:
         request = parse_line(line)
         if request.custom_id in self._custom_ids:
-            message = f"custom_id {request.custom_id} stands on an earlier line, too"
+            message = f"custom_id {request.custom_id} is already used on an earlier line"
             raise BadLine("duplicate_custom_id", message, request.custom_id, "custom_id")
         self._custom_ids.add(request.custom_id)
         return request
