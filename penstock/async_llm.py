@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.config.vllm_names import refuse_method
+from penstock.config.vllm_names import refuse_arguments, refuse_method
 from penstock.engine.arg_utils import EngineArgs
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.ledger import DeltaStream
@@ -37,7 +37,13 @@ from penstock.text.pooling import (
     prepare_pieces,
     read_pooling_prompt,
 )
-from penstock.text.prompts import Prompt, read_media, read_prompt
+from penstock.text.prompts import (
+    Prompt,
+    TokenizationKwargs,
+    read_media,
+    read_options,
+    read_prompt,
+)
 from penstock.text.user_tokenizer import UserTokenizer
 
 
@@ -144,13 +150,20 @@ class AsyncLLM:
         *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        tokenization_kwargs: TokenizationKwargs = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one prompt. `output_kind` sets what each output holds.
+
+        `tokenization_kwargs` may contain `add_special_tokens`. `trace_headers` are not needed: only
+        the server writes traces.
 
         Leaving the loop early aborts the request, as does `abort`. Raises `InputError` for an
         invalid request, `AdapterError` for a path without an adapter. A request that fails while it
         runs has the finish reason "error".
         """
+
+        options = read_options(tokenization_kwargs, None)
 
         def prepare(frontend: Frontend, own_id: str) -> PreparedRequest:
             text, cache_salt = read_prompt(prompt)
@@ -159,6 +172,7 @@ class AsyncLLM:
                 own_id,
                 text,
                 params,
+                add_special_tokens=options.add_special_tokens,
                 priority=priority,
                 cache_salt=cache_salt,
                 media=read_media(prompt),
@@ -195,6 +209,8 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        tokenization_kwargs: TokenizationKwargs = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Pool one prompt with a pooling model, as `LLM.encode` does.
 
@@ -204,7 +220,8 @@ class AsyncLLM:
         params = pooling_params or PoolingParams()
         given, cache_salt = read_pooling_prompt(prompt)
         truncation = InputTruncation(truncate_prompt_tokens)
-        options = InputOptions(truncation, priority=priority, cache_salt=cache_salt)
+        special = read_options(tokenization_kwargs, None).add_special_tokens
+        options = InputOptions(truncation, special, priority, cache_salt)
         await self._ensure_started()
         frontend = self.frontend
         with self._registered(request_id) as (request_id, own_id):
@@ -287,13 +304,17 @@ class AsyncLLM:
         elif children is not None:
             self._early_aborts.add(request_id)
 
-    async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Empty the prefix cache, as `LLM.reset_prefix_cache` does."""
+        refuse_arguments(reset_running_requests=reset_running_requests)
         await self._call("reset_prefix_cache")
+        return True
 
-    async def start_profile(self) -> None:
-        """Start the torch profiler. Requires `profiler_config`."""
-        await self._call("start_profile")
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start the torch profiler. Requires `profiler_config`. Traces' names get the prefix."""
+        await self._call("start_profile", profile_prefix)
 
     async def stop_profile(self) -> None:
         """Stop the profiler and write its trace, one file per rank."""
@@ -310,10 +331,10 @@ class AsyncLLM:
         if not self.is_running:
             raise EngineDeadError("the engine is not running")
 
-    async def _call(self, method: str) -> None:
+    async def _call(self, method: str, *args: Any) -> None:
         if not self.is_running:
             raise ConfigError("the engine is not running: `await llm.start()` first")
-        await self._client.call(method)
+        await self._client.call(method, *args)
 
     def get_tokenizer(self) -> UserTokenizer:
         """The tokenizer, with the methods that users of Hugging Face's call."""

@@ -12,6 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from penstock.config import EngineConfig
+from penstock.config.vllm_names import refuse_arguments
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
@@ -31,7 +32,17 @@ from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.collector import OutputCollector
 from penstock.text.frontend import Frontend, PreparedRequest, open_media
-from penstock.text.prompts import Prompt, read_media, read_prompt, with_priorities
+from penstock.text.prompts import (
+    RENDERED,
+    TEXT,
+    Prompt,
+    PromptOptions,
+    TokenizationKwargs,
+    read_media,
+    read_options,
+    read_prompt,
+    with_priorities,
+)
 from penstock.text.templates import read_chat_template
 from penstock.text.user_tokenizer import UserTokenizer
 
@@ -99,31 +110,39 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: TokenizationKwargs = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt. Outputs are in the order of the prompts.
 
         `lora_request` is the LoRA adapter of all prompts, or a list with one or None for each.
         `priority` applies with scheduling_policy="priority": lower runs first.
+        `tokenization_kwargs` may contain `add_special_tokens`. `mm_processor_kwargs` are for the
+        processor of images and videos, below those of a prompt.
         Raises `InputError` before anything runs if a request is invalid. A request that fails
         while it runs has the finish reason "error". The other requests are not affected.
         """
-        requests = self._prepare_all(prompts, sampling_params, lora_request, priority)
+        options = read_options(tokenization_kwargs, mm_processor_kwargs)
+        requests = self._prepare_all(prompts, sampling_params, lora_request, priority, options)
         return self._run(requests, use_tqdm)
 
     def enqueue(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
+        *,
+        tokenization_kwargs: TokenizationKwargs = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts for `wait_for_completion`. Returns their request IDs."""
-        requests = self._prepare_all(prompts, sampling_params, lora_request, priority)
+        options = read_options(tokenization_kwargs, mm_processor_kwargs)
+        requests = self._prepare_all(prompts, sampling_params, lora_request, priority, options)
         self._submit(requests)
         self._queued += requests
         return [request.request_id for request in requests]
@@ -139,12 +158,13 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: LoRARequestOrList,
         priority: Sequence[int] | None,
+        options: PromptOptions,
     ) -> list[PreparedRequest]:
         items = with_priorities(prompts, priority)
         params = self._params_for(len(items), sampling_params)
         adapters = self._adapters_of(lora_request, len(items))
         requests = [
-            self._prepare(item, own, priority=order)
+            self._prepare(item, own, options, priority=order)
             for (item, order), own in zip(items, params, strict=True)
         ]
         return with_adapters(requests, adapters)
@@ -153,18 +173,21 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         lora_request: LoRARequestOrList = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: TokenizationKwargs = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         tool_choice: str | Mapping[str, Any] = "auto",
         parse_output: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one or more conversations. `lora_request` is as for `generate`.
+        """Answer one or more conversations. Keywords of `generate` have the same meaning.
 
         `chat_template` (a Jinja file or the template itself) replaces the model's own. `tools` are
         passed to the template. Outputs hold the raw text, including tool calls and reasoning.
@@ -177,9 +200,19 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         from penstock.conversation.media import take_media  # `generate` needs none of these
         from penstock.conversation.output import join_steps
         from penstock.conversation.prepare import check_template_kwargs, prepare_turn
-        from penstock.conversation.request import TurnRequest, read_tool_choice, read_tools
+        from penstock.conversation.request import (
+            MediaOptions,
+            RunOptions,
+            TurnRequest,
+            read_tool_choice,
+            read_tools,
+        )
 
         self.frontend.check_generates()  # before it lacks a chat template
+        if chat_template_content_format != self.config.chat.chat_template_content_format:
+            refuse_arguments(chat_template_content_format=chat_template_content_format)
+        options = read_options(tokenization_kwargs, mm_processor_kwargs, RENDERED)
+        media_options = MediaOptions(mm_processor_kwargs)
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)
@@ -206,6 +239,8 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
                         chat_template=template,
                         add_generation_prompt=add_generation_prompt,
                         continue_final_message=continue_final_message,
+                        options=RunOptions(options.add_special_tokens),
+                        media=media_options,
                     ),
                     str(next(self._ids)),
                 )
@@ -219,7 +254,7 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
                     item.message = join_steps([step]).message
                     item.finish_reason = step.finish_reason
             return outputs
-        taken = [take_media(self.frontend, conversation) for conversation in conversations]
+        taken = [take_media(self.frontend, each, media_options) for each in conversations]
         prompts = [
             self.frontend.render_chat(
                 conversation,
@@ -232,7 +267,7 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
             for conversation, _ in taken
         ]
         prepared = [
-            self._prepare(prompt, own, add_special_tokens=False, media=media)
+            self._prepare(prompt, own, options, media=media)
             for prompt, own, (_, media) in zip(prompts, params, taken, strict=True)
         ]
         return self._run(with_adapters(prepared, adapters), use_tqdm)
@@ -257,9 +292,7 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
 
             messages, media = take_media(self.frontend, prompt)
             text = self.frontend.render_chat(messages)
-            request = self._prepare(
-                text, params, add_special_tokens=False, keep_kind=True, media=media
-            )
+            request = self._prepare(text, params, RENDERED, keep_kind=True, media=media)
         (request,) = with_adapters([request], adapters)
         try:
             self._submit([request])
@@ -281,14 +314,6 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the defaults from the model's generation_config.json."""
         return msgspec.structs.replace(self.frontend.default_params)
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, for example after the weights changed. Always returns True.
-
-        Open streams continue with the blocks they have, but do not add them to the cache.
-        """
-        self.engine.reset_prefix_cache()
-        return True
 
     def close(self) -> None:
         """Free the model's memory and stop worker processes."""
@@ -332,8 +357,8 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         self,
         prompt: Prompt,
         params: SamplingParams,
+        options: PromptOptions = TEXT,
         *,
-        add_special_tokens: bool = True,
         priority: int = 0,
         keep_kind: bool = False,
         media: Sequence[MediaContent] = (),
@@ -345,10 +370,10 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
             str(next(self._ids)),
             text,
             params,
-            add_special_tokens=add_special_tokens,
+            add_special_tokens=options.add_special_tokens,
             priority=priority,
             cache_salt=cache_salt,
-            media=media or read_media(prompt),
+            media=media or read_media(prompt, options.processor_kwargs),
         )
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:

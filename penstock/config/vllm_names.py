@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, InputError
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,12 @@ METHODS = {
     "apply_model": "the engine is another process, and no code is sent to it: use LLM",
 }
 
+# Arguments of methods that are accepted with these values only.
+ARGUMENTS = {
+    "chat_template_content_format": ForeignOption("set it for the engine", ("auto",)),
+    "reset_running_requests": ForeignOption("abort the requests to free their blocks"),
+}
+
 SHORT_FLAGS = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
@@ -223,6 +229,14 @@ def refuse_method(owner: str, name: str) -> NoReturn:
     """Raise the AttributeError for a method, with what to do instead if vLLM has it."""
     hint = f": {METHODS[name]}" if name in METHODS else ""
     raise AttributeError(f"{owner} has no {name!r}{hint}")
+
+
+def refuse_arguments(**given: object) -> None:
+    """Raise `InputError` for arguments of a method that ask for something, with what to do."""
+    for name, value in given.items():
+        if value and value not in ARGUMENTS[name].neutral:
+            text = ARGUMENTS[name].text
+            raise InputError(f"{name}={value!r:.80} is not supported here: {text}", name)
 
 
 def _key(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ class EngineCore:
         self.scheduler.kv.reset_prefix_cache()
         self._publish_kv_events()
 
-    def start_profile(self) -> None:
+    def start_profile(self, prefix: str | None) -> None:
         """Start the profiler of all workers. Raises `InputError` if they have none."""
         self._check_open()
         if not self.can_profile:
@@ -107,7 +108,13 @@ class EngineCore:
             )
         if self._is_profiling:
             raise InputError("the profiler is running already")
-        self.executor.call("start_profile")
+        if prefix is not None and not re.fullmatch(r"[\w-][\w.-]{,99}", prefix):
+            raise InputError(
+                "profile_prefix must be at most 100 letters, digits, _, - and ., "
+                f"got {prefix!r:.80}",
+                "profile_prefix",
+            )
+        self.executor.call("start_profile", prefix)
         self._is_profiling = True
 
     def stop_profile(self) -> None:

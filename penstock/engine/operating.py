@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from penstock.config import EngineConfig
-from penstock.config.vllm_names import refuse_method
+from penstock.config.vllm_names import refuse_arguments, refuse_method
 from penstock.engine.core import EngineCore
 from penstock.engine.offline_metrics import Metric, OfflineMetrics
 from penstock.executor.in_process import InProcessExecutor
@@ -32,9 +32,21 @@ class OperatingMethods:
             raise ConfigError("get_metrics needs LLM(..., disable_log_stats=False)")
         return self._metrics.read()
 
-    def start_profile(self) -> None:
-        """Start the torch profiler. Requires `profiler_config`."""
-        self.engine.start_profile()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Empty the prefix cache, for example after the weights changed. Always returns True.
+
+        Open streams continue with the blocks they have, but do not add them to the cache. There is
+        no other cache for `reset_connector`.
+        """
+        refuse_arguments(reset_running_requests=reset_running_requests)
+        self.engine.reset_prefix_cache()
+        return True
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start the torch profiler. Requires `profiler_config`. Traces' names get the prefix."""
+        self.engine.start_profile(profile_prefix)
 
     def stop_profile(self) -> None:
         """Stop the profiler and write its trace, one file per rank."""

@@ -40,7 +40,12 @@ from penstock.text.pooling import (
     prepare_pieces,
     read_pooling_prompt,
 )
-from penstock.text.prompts import Prompt, with_priorities
+from penstock.text.prompts import (
+    Prompt,
+    TokenizationKwargs,
+    read_options,
+    with_priorities,
+)
 from penstock.text.scoring import (
     check_instruction,
     pair_up,
@@ -62,6 +67,7 @@ class EncodeOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     lora_request: LoRARequestOrList
     priority: Sequence[int] | None
+    tokenization_kwargs: TokenizationKwargs
 
 
 class PoolingMethods:
@@ -88,6 +94,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: TokenizationKwargs = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool each prompt. Returns one vector per prompt or per token, in order of the prompts."""
         params = PoolingParams() if pooling_params is None else pooling_params
@@ -98,12 +105,13 @@ class PoolingMethods:
         task = params.task if pooling_task is None else pooling_task
         params = msgspec.structs.replace(params, task=task)
         truncation = InputTruncation(truncate_prompt_tokens)
+        special = read_options(tokenization_kwargs, None).add_special_tokens
         items = with_priorities(prompts, priority)
         adapters = self._adapters_of_pooled(lora_request, len(items))
         inputs = []
         for item, order in items:
             prompt, cache_salt = read_pooling_prompt(item)
-            options = InputOptions(truncation, priority=order, cache_salt=cache_salt)
+            options = InputOptions(truncation, special, order, cache_salt)
             inputs.append((prompt, params, options))
         return self._pool(inputs, adapters, use_tqdm)
 

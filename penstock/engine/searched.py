@@ -34,7 +34,6 @@ class SearchMethods:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
         lora_request: LoRARequestOrList = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,

@@ -202,13 +202,14 @@ class Worker:
         """Forget all requests and run steps again. Call it after a failed step."""
         self._steps.reset()
 
-    def start_profile(self) -> None:
-        """Record all steps from now on."""
+    def start_profile(self, prefix: str | None) -> None:
+        """Record all steps from now on. The file's name begins with `prefix`."""
         from penstock.runner.profiler import StepProfiler  # steps need none of it
 
         settings = self.config.profiler.settings
         assert settings is not None, "the engine refuses it"
-        self._profiler = StepProfiler(settings, self.mesh.world.rank, self.platform.device)
+        rank = self.mesh.world.rank
+        self._profiler = StepProfiler(settings, rank, self.platform.device, prefix)
         self._profiler.start()
 
     def stop_profile(self) -> None:

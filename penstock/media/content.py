@@ -96,6 +96,17 @@ def read_multi_modal_data(
     return found
 
 
+def with_kwargs(content: MediaContent, kwargs: object) -> MediaContent:
+    """The item with these `mm_processor_kwargs` besides its own, which come first."""
+    if kwargs is None:
+        return content
+    if not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"mm_processor_kwargs must be a dictionary, got {kwargs!r:.80}", "mm_processor_kwargs"
+        )
+    return replace(content, kwargs={**kwargs, **content.kwargs})
+
+
 def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, list) else [given]
 

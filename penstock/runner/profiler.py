@@ -17,9 +17,15 @@ logger = logging.getLogger(__name__)
 class StepProfiler:
     """Records from `start` to `stop`, and then writes a file for https://ui.perfetto.dev."""
 
-    def __init__(self, settings: ProfilerSettings, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: ProfilerSettings,
+        rank: int,
+        device: torch.device,
+        prefix: str | None = None,
+    ) -> None:
         self._folder = Path(settings.torch_profiler_dir)
-        self._rank = rank
+        self._name = f"rank{rank}" if prefix is None else f"{prefix}-rank{rank}"
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -37,6 +43,6 @@ class StepProfiler:
 
     def stop(self) -> None:
         self._profile.stop()
-        path = self._folder / f"rank{self._rank}-{time.time_ns()}.pt.trace.json"
+        path = self._folder / f"{self._name}-{time.time_ns()}.pt.trace.json"
         self._profile.export_chrome_trace(str(path))
         logger.info("The profile is in %s", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.errors import InputError
@@ -13,6 +14,45 @@ if TYPE_CHECKING:
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
 MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", *MEDIA_KEYS)
+
+TokenizationKwargs = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How the prompts of one call are tokenized and their media processed."""
+
+    add_special_tokens: bool = True
+    processor_kwargs: Mapping[str, Any] | None = None
+
+
+TEXT = PromptOptions()
+RENDERED = PromptOptions(add_special_tokens=False)  # of a chat template, which writes them itself
+
+
+def read_options(
+    tokenization_kwargs: TokenizationKwargs,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+    default: PromptOptions = TEXT,
+) -> PromptOptions:
+    """The options of a call by its keywords, which have vLLM's names."""
+    given = tokenization_kwargs or {}
+    for name, value in given.items():
+        if name != "add_special_tokens" and value not in (None, False):
+            raise InputError(
+                f"tokenization_kwargs may contain add_special_tokens, got {name!r}: to do more, "
+                "tokenize with get_tokenizer() and pass the token IDs",
+                "tokenization_kwargs",
+            )
+    add_special_tokens = given.get("add_special_tokens")
+    if not isinstance(add_special_tokens, (bool, type(None))):
+        raise InputError(
+            f"tokenization_kwargs.add_special_tokens must be bool, got {add_special_tokens!r:.80}",
+            "tokenization_kwargs",
+        )
+    if add_special_tokens is None:
+        add_special_tokens = default.add_special_tokens
+    return PromptOptions(add_special_tokens, mm_processor_kwargs)
 
 
 def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
@@ -36,17 +76,20 @@ def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
     )
 
 
-def read_media(prompt: Prompt) -> list[MediaContent]:
-    """The media of a prompt."""
+def read_media(
+    prompt: Prompt, processor_kwargs: Mapping[str, Any] | None = None
+) -> list[MediaContent]:
+    """The media of a prompt. Its own `mm_processor_kwargs` come before `processor_kwargs`."""
     if not isinstance(prompt, Mapping) or not prompt.get("multi_modal_data"):
         return []
-    from penstock.media.content import read_multi_modal_data
+    from penstock.media.content import read_multi_modal_data, with_kwargs
 
-    return read_multi_modal_data(
+    found = read_multi_modal_data(
         prompt["multi_modal_data"],
         prompt.get("mm_processor_kwargs"),
         prompt.get("multi_modal_uuids"),
     )
+    return [with_kwargs(item, processor_kwargs) for item in found]
 
 
 def with_priorities(

@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+from server.server_process import make_tiny_model
 from tiny_engine import OPTIONS, open_llm
 
 import penstock
@@ -40,6 +45,99 @@ def test_names_are_where_vllms_scripts_look_for_them(module: str, names: str) ->
     found = importlib.import_module(module)
     for name in names.split():
         assert getattr(found, name) is getattr(penstock, name)
+
+
+# Arguments of vLLM's methods. Those before `|` may be given by position.
+CALLS: dict[type, dict[str, str]] = {
+    LLM: {
+        "generate": "prompts sampling_params use_tqdm | lora_request priority tokenization_kwargs "
+        "mm_processor_kwargs",
+        "chat": "messages sampling_params use_tqdm | lora_request chat_template "
+        "chat_template_content_format add_generation_prompt continue_final_message tools "
+        "chat_template_kwargs tokenization_kwargs mm_processor_kwargs",
+        "enqueue": "prompts sampling_params lora_request priority | tokenization_kwargs "
+        "mm_processor_kwargs",
+        "wait_for_completion": "| use_tqdm",
+        "beam_search": "prompts params lora_request use_tqdm concurrency_limit |",
+        "encode": "prompts pooling_params | use_tqdm lora_request pooling_task "
+        "truncate_prompt_tokens tokenization_kwargs",
+        "score": "data_1 data_2 | use_tqdm truncate_prompt_tokens lora_request",
+        "get_world_size": "include_dp |",
+        "collective_rpc": "method timeout args kwargs |",
+        "apply_model": "func |",
+        "start_profile": "profile_prefix |",
+        "stop_profile": "|",
+        "reset_prefix_cache": "reset_running_requests reset_connector |",
+        "get_metrics": "|",
+        "get_tokenizer": "|",
+        "get_default_sampling_params": "|",
+    },
+    AsyncLLM: {
+        "generate": "prompt sampling_params request_id | lora_request tokenization_kwargs "
+        "trace_headers priority",
+        "encode": "prompt pooling_params request_id | lora_request trace_headers priority "
+        "truncate_prompt_tokens tokenization_kwargs",
+        "abort": "request_id |",
+        "add_lora": "lora_request |",
+        "start_profile": "profile_prefix |",
+        "reset_prefix_cache": "reset_running_requests reset_connector |",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(owner, name) for owner, calls in CALLS.items() for name in calls]
+)
+def test_methods_take_vllms_arguments(owner: type, method: str) -> None:
+    by_position, by_name = CALLS[owner][method].split("|")
+    parameters = inspect.signature(getattr(owner, method)).parameters
+    positional = [
+        name for name, item in parameters.items() if item.kind is item.POSITIONAL_OR_KEYWORD
+    ]
+    assert positional[1 : 1 + len(by_position.split())] == by_position.split()
+    assert set(by_name.split()) <= parameters.keys()
+
+
+def test_arguments_that_ask_for_nothing_are_accepted(tiny_llama: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    with open_llm(tiny_llama) as llm:
+        nothing: dict[str, Any] = {"tokenization_kwargs": None, "mm_processor_kwargs": {}}
+        (output,) = llm.generate({"prompt_token_ids": [4, 5]}, params, False, **nothing)
+        assert len(output.outputs[0].token_ids) == 2
+        assert llm.reset_prefix_cache(False, False)
+
+
+def test_arguments_that_are_not_supported_say_what_to_do(tiny_llama: str) -> None:
+    with open_llm(tiny_llama) as llm:
+        with pytest.raises(InputError, match="reset_running_requests=True is not supported here"):
+            llm.reset_prefix_cache(reset_running_requests=True)
+        with pytest.raises(InputError, match="got 'max_length': to do more, tokenize with"):
+            llm.generate("a", tokenization_kwargs={"max_length": 4})
+        with pytest.raises(InputError, match="add_special_tokens must be bool, got 3"):
+            llm.generate("a", tokenization_kwargs={"add_special_tokens": 3})
+        with pytest.raises(InputError, match="chat_template_content_format='openai' is not"):
+            llm.chat([], chat_template_content_format="openai")
+
+
+def test_special_tokens_can_be_left_out_of_a_prompt(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<end>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<end>": {"id": "<end>", "ids": [256], "tokens": ["<end>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    params = SamplingParams(max_tokens=1)
+    options = {"load_format": "dummy", "skip_tokenizer_init": False}
+    with open_llm(folder, **options) as llm:
+        (whole,) = llm.generate("ab", params, False)
+        (bare,) = llm.generate("ab", params, tokenization_kwargs={"add_special_tokens": False})
+        assert whole.prompt_token_ids == [256, *bare.prompt_token_ids]
 
 
 def test_engine_args_make_an_engine(tiny_llama: str) -> None:

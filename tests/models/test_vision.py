@@ -115,3 +115,27 @@ def test_every_vision_model_is_compared() -> None:
     for name, known in VISION.items():
         assert known.parity, name
         assert set(known.parity) <= set(VARIANTS), name
+
+
+def test_processor_options_of_a_call_apply_below_those_of_its_prompts(tmp_path: Path) -> None:
+    folder = make_vision_checkpoint(tmp_path, "qwen2_vl")
+    small = {"max_pixels": 28 * 28 * 4}
+    prompt = asked(prompts(Reference(folder, "qwen2_vl"))[3])
+    messages = [{"role": "user", "content": [{"type": "image_pil", "image_pil": picture(200, 30)}]}]
+    with LLM(str(folder), **OPTIONS) as llm:
+        assert llm.frontend.media is not None
+        llm.frontend.media.pool = InProcessMedia(folder)
+
+        def length(prompt: dict[str, Any], **options: Any) -> int:
+            (output,) = llm.generate(prompt, GREEDY, False, **options)
+            return len(output.prompt_token_ids)
+
+        own = {**prompt, "mm_processor_kwargs": small}
+        assert length(prompt, mm_processor_kwargs=small) == length(own) < length(prompt)
+        large = {"max_pixels": 28 * 28 * 100}
+        assert length(own, mm_processor_kwargs=large) == length(own)
+        with pytest.raises(InputError, match="mm_processor_kwargs must be a dictionary, got 5"):
+            length(prompt, mm_processor_kwargs=5)
+        (plain,) = llm.chat(messages, GREEDY, False)
+        (fewer,) = llm.chat(messages, GREEDY, False, mm_processor_kwargs=small)
+        assert len(fewer.prompt_token_ids) < len(plain.prompt_token_ids)

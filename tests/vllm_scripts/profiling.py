@@ -9,8 +9,9 @@ llm = LLM(
     tensor_parallel_size=1,
     profiler_config={"profiler": "torch", "torch_profiler_dir": folder},
 )
-llm.start_profile()
+llm.start_profile("first")
 llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=3))
 llm.stop_profile()
 (trace,) = pathlib.Path(folder).iterdir()
+assert trace.name.startswith("first-")
 assert '"traceEvents"' in trace.read_text()

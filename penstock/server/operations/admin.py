@@ -82,7 +82,7 @@ async def start_profile(request: Request) -> Response:
     """Start the torch profiler. Requires --profiler-config."""
     service: Service = request.app.state.service
     service.check_health()
-    await service.client.call("start_profile")
+    await service.client.call("start_profile", None)
     return Response()
 
 
