@@ -6,7 +6,6 @@ Exit codes: 0 success, 1 failure, 2 invalid request or configuration, 130 interr
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import importlib
 import os
@@ -208,17 +207,14 @@ def open_standard_streams() -> None:
 
 
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
-    from penstock.config.vllm_names import find_foreign  # not for a plain --help
+    from penstock.config.hints import hint_for  # not for a plain --help
+    from penstock.config.vllm_names import find_foreign
 
-    message = f"unrecognized arguments: {' '.join(unknown)}"
     flag = unknown[0].partition("=")[0]
-    foreign = find_foreign(flag.partition(".")[0])
-    if foreign is not None:
-        return f"{message}; {foreign.text}"
     known = [
         option
         for option in parser._option_string_actions
         if option.startswith("--no-") == flag.startswith("--no-") and find_foreign(option) is None
     ]
-    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
-    return f"{message}; did you mean {close[0]}?" if close else message
+    hint = hint_for(flag, known) if flag.startswith("-") else None
+    return f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else "")

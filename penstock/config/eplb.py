@@ -25,7 +25,7 @@ class EplbSettings:
     def parse(cls, given: Mapping[str, Any] | None) -> EplbSettings:
         """Raises `ConfigError`, which names the key."""
         with naming_option("eplb_config"):
-            return cls(**parse_keys(cls, given or {}))
+            return cls(**parse_keys(cls, given or {}, "eplb_config"))
 
     def __post_init__(self) -> None:
         require(self, "num_redundant_experts", least=0)

@@ -39,7 +39,7 @@ class KVEventsSettings:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> KVEventsSettings:
         """Raises `ConfigError`, which names the key."""
-        return cls(**parse_keys(cls, given))
+        return cls(**parse_keys(cls, given, "kv_events_config"))
 
     def __post_init__(self) -> None:
         require(self, "hwm", "max_queue_size", least=1)

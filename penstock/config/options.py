@@ -7,7 +7,6 @@ dataclasses that use `option`, so an option cannot exist without its documentati
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
+from penstock.config.hints import hint_for
+from penstock.config.vllm_names import KEYS, leave_out_keys
 from penstock.protocol.errors import ConfigError, ModelError
 
 _HELP = "help"
@@ -148,13 +149,17 @@ def parse_bytes(name: str, text: str) -> int:
         raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}") from None
 
 
-def parse_keys(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config dataclass from a JSON object. Raises `ConfigError`, with the key."""
+def parse_keys(config_class: type, given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields of a config dataclass from the JSON object of an option with this name.
+
+    Raises `ConfigError`, with the key.
+    """
     declared = {key.name: key for key in options_of(config_class)}
+    table = KEYS.get(name, {})
+    given = leave_out_keys(given, table)
     for key in given:
         if key not in declared:
-            close = difflib.get_close_matches(str(key), declared, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(declared)}"
+            hint = hint_for(str(key), declared, table) or f"keys: {', '.join(declared)}"
             raise ConfigError(f"unknown key {key!r}; {hint}")
     return {key: coerce(declared[key], value) for key, value in given.items()}
 
@@ -169,7 +174,6 @@ def naming_option(name: str) -> Iterator[None]:
 
 
 def refuse_unknown_option(name: str, known: Iterable[str]) -> NoReturn:
-    """Raise the ConfigError for a name that none of `known` is, with the nearest of them."""
-    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown option {name!r}{hint}")
+    """Raise the ConfigError for a name that none of `known` is, with a hint."""
+    hint = hint_for(name, known)
+    raise ConfigError(f"unknown option {name!r}" + (f"; {hint}" if hint else ""))

@@ -44,4 +44,5 @@ class ProfilerConfig:
         """None: nothing can be profiled."""
         if not self.profiler_config:
             return None
-        return ProfilerSettings(**parse_keys(ProfilerSettings, self.profiler_config))
+        given = parse_keys(ProfilerSettings, self.profiler_config, "profiler_config")
+        return ProfilerSettings(**given)

@@ -40,20 +40,7 @@ _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
     "suffix_decoding_min_token_prob": ("suffix",),
 }
 READS_EMBEDDING = ("eagle", "eagle3", "mtp")  # methods that draft with the target's embedding
-# vLLM's keys and methods that are none here, and what to do instead.
-_FOREIGN_KEYS: Mapping[str, str] = {
-    "disable_by_batch_size": "drop it; adaptive turns drafts down under load",
-    "num_speculative_tokens_per_batch_size": "drop it; adaptive turns drafts down under load",
-    "enable_adaptive_verification": "use adaptive",
-    "tensor_parallel_size": "use draft_tensor_parallel_size",
-    "draft_sample_method": "drop it; drafts are sampled with the request's own noise",
-    "rejection_sample_method": "drop it; a draft holds if the request would have sampled it",
-    "max_model_len": "drop it; drafts end where the drafter's context does",
-    "revision": "give model as a folder of that revision",
-    "enforce_eager": "use the engine's enforce_eager",
-    "attention_backend": "drop it; the kernels are chosen by device and model",
-    "moe_backend": "drop it; the kernels are chosen by device and model",
-}
+# vLLM's methods that have another name here.
 _FOREIGN_METHODS: Mapping[str, str] = {
     "ngram_gpu": "ngram",
     "custom_class": "custom",
@@ -136,13 +123,10 @@ class SpeculativeSettings:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SpeculativeSettings:
         """Raises `ConfigError`, which names the key."""
-        for key in given:
-            if key in _FOREIGN_KEYS:
-                raise ConfigError(f"{key} is not a key: {_FOREIGN_KEYS[key]}")
         method = given.get("method")
         if isinstance(method, str) and method in _FOREIGN_METHODS:
             raise ConfigError(f"method {method} is called {_FOREIGN_METHODS[method]} here")
-        values = parse_keys(cls, given)
+        values = parse_keys(cls, given, "speculative_config")
         if "method" not in values:
             raise ConfigError(f"method is missing: choose one of {', '.join(get_args(Method))}")
         for key in values:

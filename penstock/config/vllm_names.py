@@ -80,6 +80,33 @@ NOT_NEEDED = {
     "max_log_len": ForeignOption("prompts are not logged"),
     "enable_offline_docs": _switch("/docs loads nothing from other hosts"),
     "h11_max_header_count": ForeignOption("headers are limited"),
+    "attention_config": ForeignOption("the kernels are chosen by device and model"),
+    "kernel_config": ForeignOption("the kernels are chosen by device and model"),
+    "mm_encoder_attn_backend": ForeignOption("the kernels are chosen by device and model"),
+    "enable_flashinfer_autotune": _switch("the kernels are chosen by device and model"),
+    "expert_placement_strategy": ForeignOption(
+        "enable_eplb places experts by their load", ("linear", "round_robin")
+    ),
+    "distributed_timeout_seconds": ForeignOption("ranks that die or hang are found in any case"),
+    "disable_nccl_for_dp_synchronization": _switch("replicas do not synchronize over NCCL"),
+    "skip_mm_profiling": _switch("encoder_cache_tokens bounds the memory of media"),
+    "mm_processor_cache_type": ForeignOption("processed media are in shared memory", ("lru",)),
+    "mm_shm_cache_max_object_size_mb": ForeignOption("processed media are in shared memory"),
+    "interleave_mm_strings": _switch("templates get media where the messages have them"),
+    "disable_chunked_mm_input": _switch("an image is encoded once, wherever its prompt is cut"),
+    "pt_load_map_location": ForeignOption("weights are read to the device", ("cpu",)),
+    "specialize_active_lora": _switch("one kernel serves any number of adapters"),
+    "cudagraph_metrics": _switch("penstock bench measures steps"),
+    "enable_logging_iteration_details": _switch("/metrics has the steps' sizes and times"),
+    "aggregate_engine_logging": _switch("throughput is logged once for all replicas"),
+    "log_error_stack": _switch("the server logs stacks of unexpected errors"),
+    "fail_on_environ_validation": _switch("environment variables have no effect on behaviour"),
+    "disable_access_log_for_endpoints": ForeignOption("requests are logged only with access_log"),
+    "disable_frontend_multiprocessing": _switch("the engine is a process of its own"),
+    "tokenizer_pool_size": ForeignOption("templates and tokenizers have worker threads"),
+    "scheduler_delay_factor": ForeignOption("prompts are admitted at once"),
+    "num_lookahead_slots": ForeignOption("blocks for drafts are allocated"),
+    "fingerprint_mode": ForeignOption("system_fingerprint covers the version and the model"),
 }
 
 # Accepted with a value that asks for nothing. With any other they are refused, and `text` says what
@@ -162,6 +189,39 @@ NOT_SUPPORTED = {
     "tokens_only": _switch("use skip_tokenizer_init and prompts of token IDs"),
     "log_config_file": ForeignOption("use log_level and log_format"),
     "grpc": _switch("use HTTP"),
+    "disable_async_output_proc": _switch("use --no-async-scheduling"),
+    "disable_mm_preprocessor_cache": _switch("use mm_processor_cache_gb=0"),
+    "enable_layerwise_nvtx_tracing": _switch("use profiler_config"),
+    "numa_bind": _switch("start the server with numactl"),
+    "omni": _switch("Penstock generates text only: use vllm-omni"),
+    "additional_config": ForeignOption("it is for plugins of other platforms: leave it out"),
+    "mamba_ssm_cache_dtype": ForeignOption("states have the model's type", ("auto", "float32")),
+    "mamba_cache_dtype": ForeignOption("states have the model's type", ("auto",)),
+    "rope_scaling": ForeignOption('use hf_overrides={"rope_scaling": ...}'),
+    "rope_theta": ForeignOption('use hf_overrides={"rope_theta": ...}'),
+    "num_redundant_experts": ForeignOption("use eplb_config.num_redundant_experts", (0,)),
+    "eplb_window_size": ForeignOption("use eplb_config.window_size"),
+    "eplb_step_interval": ForeignOption("use eplb_config.step_interval"),
+    "eplb_log_balancedness": _switch("/metrics has the balance of experts"),
+    "dbo_decode_token_threshold": ForeignOption("leave it out", (32,)),
+    "dbo_prefill_token_threshold": ForeignOption("leave it out", (512,)),
+    "ubatch_size": ForeignOption("leave it out", (0,)),
+    "cp_kv_cache_interleave_size": ForeignOption("use tensor_parallel_size", (1,)),
+    "dcp_kv_cache_interleave_size": ForeignOption("use tensor_parallel_size", (1,)),
+    "cpu_offload_params": ForeignOption("quantize the weights, or use more GPUs"),
+    "offload_backend": ForeignOption("quantize the weights, or use more GPUs", ("auto",)),
+    "offload_group_size": ForeignOption("quantize the weights, or use more GPUs", (0,)),
+    "offload_num_in_group": ForeignOption("quantize the weights, or use more GPUs", (1,)),
+    "offload_prefetch_step": ForeignOption("quantize the weights, or use more GPUs", (1,)),
+    "video_pruning_rate": ForeignOption("sample fewer frames with media_io_kwargs", (0,)),
+    "logits_processor_pattern": ForeignOption("name the classes in logits_processors"),
+    "lora_target_modules": ForeignOption("leave other modules out of the adapter"),
+    "enable_tower_connector_lora": _switch("train adapters of the language model"),
+    "qlora_adapter_name_or_path": ForeignOption("use lora_modules"),
+    "enable_prompt_adapter": _switch("train a LoRA adapter"),
+    "max_prompt_adapters": ForeignOption("train a LoRA adapter"),
+    "allow_deprecated_quantization": _switch("quantize with penstock quantize"),
+    "fault_tolerance_config": ForeignOption("engines that die are restarted in any case"),
 }
 
 # Methods of `LLM` and `AsyncLLM` that Penstock does not have, with what to do instead.
@@ -183,6 +243,52 @@ METHODS = {
     "do_log_stats": "penstock serve logs throughput",
     "collective_rpc": "the engine is another process, and no code is sent to it: use LLM",
     "apply_model": "the engine is another process, and no code is sent to it: use LLM",
+}
+
+# Keys of vLLM's options that are objects, where the option is one here, too.
+_KERNELS_ARE_CHOSEN = ForeignOption("drop it; the kernels are chosen by device and model")
+KEYS = {
+    "speculative_config": {
+        "disable_by_batch_size": ForeignOption("drop it; adaptive turns drafts down under load"),
+        "num_speculative_tokens_per_batch_size": ForeignOption(
+            "drop it; adaptive turns drafts down under load"
+        ),
+        "enable_adaptive_verification": ForeignOption("use adaptive"),
+        "tensor_parallel_size": ForeignOption("use draft_tensor_parallel_size"),
+        "draft_sample_method": ForeignOption(
+            "drop it; drafts are sampled with the request's own noise"
+        ),
+        "rejection_sample_method": ForeignOption(
+            "drop it; a draft holds if the request would have sampled it", ("standard",)
+        ),
+        "parallel_drafting": ForeignOption("drop it; drafts are proposed one after another"),
+        "use_heterogeneous_vocab": ForeignOption("choose a draft model with the same vocabulary"),
+        "disable_padded_drafter_batch": ForeignOption("drop it; batches are not padded"),
+        "max_model_len": ForeignOption("drop it; drafts end where the drafter's context does"),
+        "revision": ForeignOption("give model as a folder of that revision"),
+        "code_revision": ForeignOption("drop it; no code is run from checkpoints"),
+        "enforce_eager": ForeignOption("use the engine's enforce_eager"),
+        "attention_backend": _KERNELS_ARE_CHOSEN,
+        "moe_backend": _KERNELS_ARE_CHOSEN,
+        "disable_logprobs": ForeignOption("drop it; logprobs are computed if they are asked for"),
+    },
+    "eplb_config": {
+        "log_balancedness": ForeignOption("drop it; /metrics has the balance of experts"),
+        "log_balancedness_interval": ForeignOption("drop it; /metrics has the balance of experts"),
+        "use_async": ForeignOption("drop it; layers take turns between steps", (True,)),
+        "policy": ForeignOption("drop it; there is one policy", ("default",)),
+        "communicator": ForeignOption("drop it; the kind of ranks decides"),
+    },
+    "profiler_config": {
+        "torch_profiler_use_gzip": ForeignOption("drop it; traces are not compressed"),
+        "torch_profiler_dump_cuda_time_total": ForeignOption("drop it; the trace has all times"),
+        "ignore_frontend": ForeignOption("drop it; only ranks are traced", (True,)),
+        "delay_iterations": ForeignOption("call start_profile later", (0,)),
+        "max_iterations": ForeignOption("call stop_profile earlier", (0,)),
+        "warmup_iterations": ForeignOption("call start_profile later", (0,)),
+        "active_iterations": ForeignOption("call stop_profile earlier", (0, 5)),
+        "wait_iterations": ForeignOption("call start_profile later", (0,)),
+    },
 }
 
 # Arguments of methods that are accepted with these values only.
@@ -211,12 +317,30 @@ def leave_out_foreign(options: Mapping[str, Any]) -> dict[str, Any]:
         if foreign is None:
             continue
         del kept[name]
-        if value in (None, False, "", [], {}, ()) or value in foreign.neutral:
+        if _asks_nothing(value, foreign):
             continue
         if _key(name) in NOT_SUPPORTED:
             raise ConfigError(f"{name} is not supported: {foreign.text}")
         logger.info("%s is ignored: %s", name, foreign.text)
     return kept
+
+
+def leave_out_keys(given: Mapping[str, Any], table: Mapping[str, ForeignOption]) -> dict[str, Any]:
+    """`given`, the keys of an option, without those of vLLM that ask for nothing here.
+
+    Raises `ConfigError` for the others of `table`, with what to do instead.
+    """
+    for key in given.keys() & table.keys():
+        if not _asks_nothing(given[key], table[key]):
+            raise ConfigError(f"{key} is not a key: {table[key].text}")
+    return {key: value for key, value in given.items() if key not in table}
+
+
+def _asks_nothing(value: object, foreign: ForeignOption) -> bool:
+    empty: tuple[object, ...] = (None, False, "", [], {}, ())
+    if isinstance(value, Mapping) and all(item in (*empty, "auto") for item in value.values()):
+        return True
+    return value in empty or value in foreign.neutral
 
 
 def find_foreign(name: str) -> ForeignOption | None:

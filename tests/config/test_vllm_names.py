@@ -11,11 +11,14 @@ from penstock.cli.main import main
 from penstock.config import EngineConfig, ServerConfig
 from penstock.config.docs import render_vllm_methods, render_vllm_names
 from penstock.config.engine import all_options
+from penstock.config.eplb import EplbSettings
+from penstock.config.hints import hint_for
 from penstock.config.options import options_of
 from penstock.config.vllm_names import (
     NOT_NEEDED,
     NOT_SUPPORTED,
     SHORT_FLAGS,
+    find_foreign,
     leave_out_foreign,
 )
 from penstock.protocol.errors import ConfigError
@@ -98,9 +101,77 @@ def test_flags_are_answered_from_the_table(
     assert message in capsys.readouterr().err
 
 
-def test_no_flag_is_suggested_that_means_something_else(
-    capsys: pytest.CaptureFixture[str],
+# Names of other engines' options that are like some of ours, and mean something else.
+OTHERS = [
+    "disable-radix-cache",
+    "attention-options",
+    "enable-log-stats",
+    "disable-prefix-caching",
+    "mem-fraction-static",
+    "chunked-prefill-size",
+    "max-running-requests",
+    "max-total-tokens",
+    "disable-cuda-graph",
+    "max-batch-size",
+    "max-input-length",
+    "quantize",
+    "num-shard",
+    "sharded",
+    "max-best-of",
+    "disable-logprobs-mode",
+    "kv-cache-config",
+    "generation-backend",
+    "tool-parser-config",
+    "media-cache-config",
+    "tensor-cache-size",
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_name_is_suggested_that_means_something_else(
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", "--disable-radix-cache"])
+        main(["serve", f"--{name}"])
     assert "did you mean" not in capsys.readouterr().err
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options({name.replace("-", "_"): 1})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_no_option_of_vllm_is_guessed_at(name: str) -> None:
+    hint = hint_for(f"--{name.replace('_', '-')}", OURS)
+    assert hint == (find_foreign(name).text if name not in OURS else f"did you mean {name!r}?")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("max_modle_len", "max_model_len"),
+        ("--max-model-length", "max_model_len"),
+        ("max-num-seq", "max_num_seqs"),
+        ("tensor_paralel_size", "tensor_parallel_size"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+    ],
+)
+def test_a_misspelling_is_answered_with_the_name(given: str, meant: str) -> None:
+    assert hint_for(given, OURS) == f"did you mean {meant!r}?"
+
+
+def test_keys_of_options_are_answered_from_the_table() -> None:
+    given = {"method": "ngram", "rejection_sample_method": "standard", "revision": None}
+    assert EngineConfig.from_options({"speculative_config": given}).speculative.settings
+    with pytest.raises(ConfigError, match="use_async is not a key: drop it; layers take turns"):
+        EplbSettings.parse({"use_async": "always"})
+    with pytest.raises(ConfigError, match="unknown key 'windows_size'; did you mean 'window_size'"):
+        EplbSettings.parse({"windows_size": 3})
+    with pytest.raises(ConfigError, match="unknown key 'balance'; keys: num_redundant_experts"):
+        EplbSettings.parse({"balance": 3})
+
+
+def test_a_group_of_options_may_ask_for_nothing() -> None:
+    options = {"structured_outputs_config": {"backend": "auto"}, "attention_config": {}}
+    assert EngineConfig.from_options(options) == EngineConfig()
+    with pytest.raises(ConfigError, match="structured_outputs_config is not supported: use"):
+        EngineConfig.from_options({"structured_outputs_config": {"backend": "outlines"}})
