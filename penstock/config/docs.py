@@ -99,7 +99,13 @@ def render_vllm_names() -> str:
 
 def render_vllm_fields() -> str:
     """The tables of vLLM's fields of requests that are not fields here."""
-    return _foreign_tables("field", vllm_fields.NOT_NEEDED, vllm_fields.NOT_SUPPORTED)
+    tables = _foreign_tables("field", vllm_fields.NOT_NEEDED, vllm_fields.NOT_SUPPORTED)
+    rows = [
+        f"| `{name}` of `{owner}` | {text} |\n"
+        for owner, texts in vllm_fields.BY_OWNER.items()
+        for name, text in texts.items()
+    ]
+    return tables + "".join(rows)
 
 
 def render_vllm_methods() -> str:

@@ -51,7 +51,9 @@ NOT_SUPPORTED = {
     ),
     "guided_decoding_backend": ForeignField("set structured_outputs_backend of the engine"),
     "guided_decoding": ForeignField("use structured_outputs=StructuredOutputsParams(...)"),
-    "structured_outputs": ForeignField("in responses, use text.format"),
+    "structured_outputs": ForeignField(
+        "in responses use text.format, in messages output_config.format"
+    ),
     "prompt_embeds": ForeignField("send the prompt as text or token IDs"),
     "logits_processors": ForeignField("set logits_processors of the engine"),
     "repetition_detection": ForeignField("leave it out, or limit max_tokens"),
@@ -69,14 +71,25 @@ NOT_SUPPORTED = {
     "skip_reading_prefix_cache": ForeignField("give the prompt a cache_salt of its own"),
     "trace_decode_token_ids": ForeignField("leave it out"),
     "best_of": ForeignField("use n", (1,)),
-    "use_beam_search": ForeignField("use LLM.beam_search"),
-    "length_penalty": ForeignField("use BeamSearchParams", (1,)),
+    "use_beam_search": ForeignField("use LLM.beam_search, or chat completions"),
+    "length_penalty": ForeignField("use BeamSearchParams, or chat completions", (1,)),
     "truncate_prompt_tokens": ForeignField("cut the prompt's token IDs"),
     "step_tag_id": ForeignField("set pooler_config of the engine"),
     "returned_token_ids": ForeignField("set pooler_config of the engine"),
     "extra_kwargs": ForeignField("leave it out"),
 }
 
+_NO_GRAMMAR = "beam search follows no grammar: use SamplingParams(structured_outputs=...)"
+
+# What to do instead in a class where that is something else.
+BY_OWNER: Mapping[str, Mapping[str, str]] = {
+    "BeamSearchParams": {
+        "structured_outputs": _NO_GRAMMAR,
+        **{name: _NO_GRAMMAR for name in NOT_SUPPORTED if name.startswith("guided_")},
+        "best_of": "use beam_width",
+        "logits_processors": "beams are chosen by the model's own probabilities: leave it out",
+    },
+}
 
 CLASSES = {
     "GuidedDecodingParams": "use StructuredOutputsParams",
@@ -91,8 +104,8 @@ def refuse_class(module: str, name: str) -> NoReturn:
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-def leave_out_foreign_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, the fields that a request does not have, without those of vLLM that ask for nothing.
+def leave_out_foreign_fields(given: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """`given` without the fields of vLLM that ask for nothing. The class `owner` has none of these.
 
     Raises `InputError` for one that is not supported, with what to do instead.
     """
@@ -102,7 +115,8 @@ def leave_out_foreign_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         field = NOT_SUPPORTED.get(name)
         if field is None or value in (None, False, "", [], {}) or value in field.neutral:
             continue
-        raise InputError(f"{name} is not supported here: {field.text}", name)
+        text = BY_OWNER.get(owner, {}).get(name, field.text)
+        raise InputError(f"{name} is not supported here: {text}", name)
     return kept
 
 
@@ -114,7 +128,7 @@ class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
             return super().__call__(*args, **fields)
         except TypeError:  # perhaps an unknown keyword
             unknown = {name: fields[name] for name in fields.keys() - {*cls.__struct_fields__}}
-            left = leave_out_foreign_fields(unknown)
+            left = leave_out_foreign_fields(unknown, cls.__name__)
             if len(left) == len(unknown):
                 raise
             known = {name: fields[name] for name in fields.keys() - unknown.keys()}

@@ -31,6 +31,7 @@ from penstock.server.pooling.protocol import (
 )
 from penstock.server.responses.protocol import ResponseRequest
 
+BEAMS = {"beam_width": 2, "max_tokens": 3}
 SAY = [{"role": "user", "content": "a"}]
 OURS: dict[str, type] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -110,11 +111,9 @@ def test_keywords_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> N
         (SamplingParams, {"guided_decoding": 5}, "use structured_outputs=StructuredOutputsParams"),
         (SamplingParams, {"best_of": 2}, "best_of is not supported here: use n"),
         (PoolingParams, {"returned_token_ids": [1]}, "set pooler_config"),
-        (
-            BeamSearchParams,
-            {"beam_width": 2, "max_tokens": 3, "guided_json": {}, "best_of": 4},
-            "n",
-        ),
+        (BeamSearchParams, {**BEAMS, "guided_json": {}, "best_of": 4}, "here: use beam_width"),
+        (BeamSearchParams, {**BEAMS, "structured_outputs": {"regex": "a"}}, "follows no grammar"),
+        (BeamSearchParams, {**BEAMS, "guided_decoding": {"regex": "a"}}, "follows no grammar"),
     ],
 )
 def test_keywords_that_are_not_supported_name_the_remedy(
@@ -154,4 +153,4 @@ def test_arguments_for_logits_processors_may_have_vllms_name() -> None:
 
 def test_a_value_that_asks_for_nothing_is_left_out() -> None:
     given = {"endianness": "little", "user": "a", "other": 1}
-    assert leave_out_foreign_fields(given) == {"other": 1}
+    assert leave_out_foreign_fields(given, "EmbeddingRequest") == {"other": 1}

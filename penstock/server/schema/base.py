@@ -50,7 +50,7 @@ class OpenBody(Body):
 
     def refuse_foreign(self) -> None:
         """Raise `InputError` for a field of vLLM that would change the output."""
-        leave_out_foreign_fields(self.model_extra or {})
+        leave_out_foreign_fields(self.model_extra or {}, type(self).__name__)
 
 
 class Reply(BaseModel):
