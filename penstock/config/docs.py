@@ -1,7 +1,8 @@
 """The reference page of all options: ``python -m penstock.config.docs > docs/configuration.md``.
 
 ``python -m penstock.config.docs vllm`` prints the tables of options in docs/moving-from-vllm.md,
-``vllm-fields`` in its place those of fields of requests, and ``vllm-methods`` that of methods.
+``vllm-fields`` in its place those of fields of requests, ``vllm-methods`` and ``vllm-routes`` those
+of methods and routes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
 from penstock.config.speculative import SpeculativeSettings
 from penstock.config.vllm_names import METHODS, NOT_NEEDED, NOT_SUPPORTED, ForeignOption
+from penstock.config.vllm_routes import ROUTES
 from penstock.protocol import vllm_fields
 from penstock.protocol.vllm_fields import ForeignField
 
@@ -114,6 +116,12 @@ def render_vllm_methods() -> str:
     return "\n".join(["| method | |", "|---|---|", *rows]) + "\n"
 
 
+def render_vllm_routes() -> str:
+    """The table of vLLM's routes that are not routes here."""
+    rows = [f"| `{path}` | {text} |" for path, text in ROUTES.items()]
+    return "\n".join(["| route | |", "|---|---|", *rows]) + "\n"
+
+
 def _foreign_tables(
     kind: str,
     not_needed: Mapping[str, ForeignOption | ForeignField],
@@ -159,5 +167,6 @@ if __name__ == "__main__":
         "vllm": render_vllm_names,
         "vllm-fields": render_vllm_fields,
         "vllm-methods": render_vllm_methods,
+        "vllm-routes": render_vllm_routes,
     }
     print(pages.get(sys.argv[-1], render)(), end="")

@@ -385,3 +385,12 @@ def test_a_server_without_a_profiler_says_how_to_get_one(server: ServerProcess) 
     answer = server.post("/start_profile", None)
     assert answer.status_code == 400
     assert "set profiler_config=" in answer.json()["error"]["message"]
+
+
+def test_a_route_that_only_vllm_has_says_what_to_do(server: ServerProcess) -> None:
+    answer = server.post("/inference/v1/generate", {"token_ids": [1]})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == (
+        "there is no /inference/v1/generate here: use /v1/completions with token IDs and "
+        "return_token_ids"
+    )

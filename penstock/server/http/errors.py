@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.config.vllm_routes import why_nothing
 from penstock.confined.errors import PoolClosed, PoolFull, WorkerLost
 from penstock.protocol.errors import (
     ContextOverflow,
@@ -146,7 +147,7 @@ def install(app: FastAPI) -> None:
         messages = {
             400: "the body cannot be read: it must be JSON in UTF-8, nested less than 1000 deep, "
             "without integers of thousands of digits",
-            404: f"there is nothing at {request.url.path}; /docs lists what there is",
+            404: why_nothing(request.url.path.removeprefix(request.scope.get("root_path", ""))),
             405: f"{request.method} is not allowed at {request.url.path}",
         }
         message = messages.get(error.status_code, str(error.detail))
