@@ -100,7 +100,9 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         self._queued: list[PreparedRequest] = []
         # As in vLLM, offline requests are only counted if this is asked for.
         is_measured = options.get("disable_log_stats") is False
-        self._metrics = OfflineMetrics(self.config, self.engine) if is_measured else None
+        self._metrics = (
+            OfflineMetrics(self.config, self.engine, self.frontend.media) if is_measured else None
+        )
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:

@@ -73,7 +73,7 @@ class EngineMetrics:
             block_size=str(self._cache_config.block_size),
             cache_dtype=self._cache_config.kv_cache_dtype,
             enable_prefix_caching=str(self._cache_config.enable_prefix_caching).lower(),
-            num_blocks=str(info.num_kv_blocks),
+            num_gpu_blocks=str(info.num_kv_blocks),
         )
 
     def take(self, stats: EngineStats) -> None:

@@ -94,6 +94,12 @@ class MetricsObserver(Observer):
             request_type=api,
         ).inc()
 
+    def on_media_lookup(self, is_hit: bool) -> None:
+        """Media were looked up in the cache of a frontend. Safe to call from any thread."""
+        self.metrics.counter("mm_cache_queries").inc()
+        if is_hit:
+            self.metrics.counter("mm_cache_hits").inc()
+
     def show_stored(self, num_entries: int, num_bytes: int) -> None:
         self.metrics.gauge("stored_responses").set(num_entries)
         self.metrics.gauge("stored_response_bytes").set(num_bytes)

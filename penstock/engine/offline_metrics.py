@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric as Family
 
@@ -15,6 +16,9 @@ from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.metrics_observer import MetricsObserver
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.request import EngineRequest
+
+if TYPE_CHECKING:
+    from penstock.media.frontend import MediaFrontend
 
 REPLICA = 0  # the engine in this process
 
@@ -64,9 +68,13 @@ class _Nowhere:
 class OfflineMetrics:
     """Follows an engine's requests and steps, as an engine's client does in another process."""
 
-    def __init__(self, config: EngineConfig, engine: EngineCore) -> None:
+    def __init__(
+        self, config: EngineConfig, engine: EngineCore, media: MediaFrontend | None
+    ) -> None:
         self._engine = engine
         self._observer = MetricsObserver(config, config.model.names[0])
+        if media is not None:
+            media.on_lookup = self._observer.on_media_lookup
         self._observer.on_ready(REPLICA, EngineInfo(engine.limits, engine.num_kv_blocks))
         self._ledger = Ledger([self._observer], lambda record: None)
         self._step_tokens: list[int] = []

@@ -67,6 +67,7 @@ class MediaFrontend:
         # Kept for later processes: a tokenizer from GGUF takes seconds.
         encoded = functools.cache(lambda: msgspec.json.encode(make_setup()))
         self.pool = ConfinedPool(ENTRY, encoded, limits)
+        self.on_lookup: Callable[[bool], None] = lambda is_hit: None  # called in any thread
         self._kind = source.fingerprint
         self._folder = MediaFolder()
         self._lock = threading.Lock()
@@ -121,6 +122,7 @@ class MediaFrontend:
             item = self._cache.get(digest)
             if item is not None:
                 self._cache.move_to_end(digest)
+        self.on_lookup(item is not None)
         if item is None:
             item = self._run(content, digest)
             self._keep(item)
@@ -149,7 +151,9 @@ class MediaFrontend:
             item = None if digest is None else self._cache.get(digest)
             if item is not None:
                 self._cache.move_to_end(item.hash)
-                return item
+        self.on_lookup(item is not None)
+        if item is not None:
+            return item
         raise InputError(
             f"{where}: nothing is kept for uuid {name[1]!r:.80}: send the media with it", where
         )

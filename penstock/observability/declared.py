@@ -72,8 +72,8 @@ OF_ENGINES = (
     Declared(
         "cache_config_info",
         "gauge",
-        "Always 1; the labels are the KV cache's settings.",
-        labels=("block_size", "cache_dtype", "enable_prefix_caching", "num_blocks"),
+        "Always 1; the labels are the KV cache's settings, and its blocks, also on a CPU.",
+        labels=("block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks"),
     ),
     # -- the engine's work
     Declared("prefix_cache_queries", "counter", "Tokens looked up in the prefix cache."),
@@ -228,6 +228,12 @@ OF_REQUESTS = (
     ),
 )
 OF_SERVER = (
+    Declared(
+        "mm_cache_queries",
+        "counter",
+        "Images and videos looked up in the cache of processed media.",
+    ),
+    Declared("mm_cache_hits", "counter", "Images and videos served by this cache."),
     Declared(
         "api_process_restarts",
         "counter",

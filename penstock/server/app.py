@@ -85,6 +85,8 @@ def build_app(service: Service, shared: Shared) -> FastAPI:
     app.state.service = service
     app.state.metrics = shared.metrics
     service.on_tool_turn = shared.on_tool_turn
+    if service.frontend.media is not None:
+        service.frontend.media.on_lookup = shared.on_media_lookup
     app.state.responses = ResponseRunner(service, shared.store, shared.stop_elsewhere)
     for router in ROUTERS:
         app.include_router(router)

@@ -18,6 +18,7 @@ class Shared:
     metrics: Callable[[], Awaitable[bytes]]  # as text
     on_exchange: ExchangeObserver  # counts an HTTP request
     on_tool_turn: Callable[[bool, bool, str], None]  # see `Service`
+    on_media_lookup: Callable[[bool], None]  # see `MediaFrontend`
     # Cancels a background response, by owner and id, that another API process may run.
     stop_elsewhere: Callable[[str, str], Awaitable[None]] | None = None
 
@@ -30,4 +31,7 @@ def shared_here(service: Service, client: AsyncEngineClient) -> Shared:
     async def render() -> bytes:
         return metrics.render()
 
-    return Shared(store, render, metrics.http.on_exchange, metrics.observer.on_tool_turn)
+    observer = metrics.observer
+    return Shared(
+        store, render, metrics.http.on_exchange, observer.on_tool_turn, observer.on_media_lookup
+    )

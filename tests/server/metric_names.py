@@ -56,19 +56,22 @@ HISTOGRAMS = [
 ]
 LABELS = {  # besides model_name and engine
     "num_requests_waiting_by_reason": {"reason"},
+    "cache_config_info": {"block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks"},
     "lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
     "prompt_tokens_by_source": {"source"},
     "request_success": {"finished_reason"},
     "tool_call_parser_invocations": {"mode", "outcome", "request_type"},
     "spec_decode_num_accepted_tokens_per_pos": {"position"},
 }
-WITHOUT_ENGINE = {"tool_call_parser_invocations"}  # in vLLM, too
+WITHOUT_ENGINE = {
+    "tool_call_parser_invocations",  # in vLLM, too
+    "mm_cache_queries",  # counted in API processes
+    "mm_cache_hits",
+}
 DO_NOT_APPLY = {
     "engine_sleep_state": "there is no sleep mode",
     "external_prefix_cache_queries": "there is no external KV cache",
     "external_prefix_cache_hits": "there is no external KV cache",
-    "mm_cache_queries": "processed images are kept in the API processes, which do not count them",
-    "mm_cache_hits": "processed images are kept in the API processes, which do not count them",
     "corrupted_requests": "opt-in there: a check for NaN in the logits of every step",
     "estimated_flops_per_gpu": "opt-in there: penstock plan estimates them",
     "estimated_read_bytes_per_gpu": "opt-in there: penstock plan estimates them",

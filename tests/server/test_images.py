@@ -291,3 +291,17 @@ def test_images_in_tool_results(server: ServerProcess, folder: Path) -> None:
 def test_the_list_of_models_says_that_images_are_taken(server: ServerProcess) -> None:
     (card,) = server.get("/v1/models").json()["data"]
     assert card["takes_images"] is True
+
+
+def test_lookups_in_the_cache_of_processed_media_are_counted(server: ServerProcess) -> None:
+    def count() -> tuple[float, float]:
+        text = server.get("/metrics").text
+        found = re.findall(r"mm_cache_(queries|hits)_total\{.*\} (\S+)", text)
+        values = {name: float(value) for name, value in found}
+        return values["queries"], values["hits"]
+
+    queries, hits = count()
+    body = {"messages": [message("Say", encoded(picture(31, 77)))], "max_tokens": 1}
+    for _ in range(2):
+        assert server.post("/v1/chat/completions", body).status_code == 200
+    assert count() == (queries + 2, hits + 1)

@@ -279,7 +279,7 @@ def test_gauges_are_zero_without_work(server: ServerProcess) -> None:
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     assert [samples[name] for name in gauges] == [0, 0, 0]
     assert samples["cache_config_info"] == 1
-    assert 'num_blocks="16"' in server.get("/metrics").text
+    assert 'num_gpu_blocks="16"' in server.get("/metrics").text
 
 
 def test_what_is_kept_is_shown(server: ServerProcess) -> None:

@@ -75,4 +75,5 @@ def find_version(asked: EngineConfig, present: Frontend) -> Version:
         frontend.media = MediaFrontend(
             config.media, source, lambda: media_setup(source), present.media.width
         )
+        frontend.media.on_lookup = present.media.on_lookup
     return Version(config, frontend, system_fingerprint(config, source.fingerprint))

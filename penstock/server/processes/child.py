@@ -65,7 +65,7 @@ class ApiProcess:
         from penstock.server.processes.arrivals import Arrivals
         from penstock.server.shared import Shared
 
-        channel = self.channel
+        channel, loop = self.channel, asyncio.get_running_loop()
 
         async def metrics() -> bytes:
             return await channel.call(bytes, "render_metrics")
@@ -79,6 +79,9 @@ class ApiProcess:
         def on_tool_turn(is_streaming: bool, called: bool, api: str) -> None:
             channel.tell("count_tool_turn", is_streaming, called, api)
 
+        def on_media_lookup(is_hit: bool) -> None:
+            loop.call_soon_threadsafe(channel.tell, "count_media_lookup", is_hit)
+
         def on_start(server: uvicorn.Server) -> None:
             def report(num_seen: int, num_open: int) -> None:
                 channel.tell("count_connections", num_seen, num_open)
@@ -87,7 +90,7 @@ class ApiProcess:
             channel.tell("start")
 
         store = ParentStore(channel, service.server_config)
-        shared = Shared(store, metrics, on_exchange, on_tool_turn, stop_elsewhere)
+        shared = Shared(store, metrics, on_exchange, on_tool_turn, on_media_lookup, stop_elsewhere)
         app = build_app(service, shared)
         self._responses = app.state.responses
         try:

@@ -234,6 +234,9 @@ class ApiLink:
     def count_tool_turn(self, is_streaming: bool, called: bool, api: str) -> None:
         self._metrics.observer.on_tool_turn(is_streaming, called, api)
 
+    def count_media_lookup(self, is_hit: bool) -> None:
+        self._metrics.observer.on_media_lookup(is_hit)
+
     @property
     def _metrics(self) -> ServerMetrics:
         assert self._parent.metrics is not None, "it has begun"

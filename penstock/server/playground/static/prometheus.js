@@ -44,7 +44,7 @@ export function engines(text) {
 
 /** Whether the engine says that its model needs no KV cache. */
 export function hasNoCache(text) {
-  return /^[\w:]*cache_config_info\{[^}]*num_blocks="[01]"/m.test(text);
+  return /^[\w:]*cache_config_info\{[^}]*num_gpu_blocks="[01]"/m.test(text);
 }
 
 /** The adapters of running and of waiting requests, and how many are in memory; null without any. */
