@@ -1,5 +1,7 @@
 """Typed, documented dataclasses: the only source of all options."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from penstock.config.chat import ChatConfig
 from penstock.config.engine import (
     CacheConfig,
@@ -17,6 +19,7 @@ from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.pooling import PoolingConfig
 from penstock.config.server import ServerConfig
 from penstock.config.speculative import SpeculativeConfig, SpeculativeSettings
+from penstock.protocol.vllm_fields import refuse_class
 
 __all__ = [
     "CacheConfig",
@@ -37,3 +40,9 @@ __all__ = [
     "SpeculativeSettings",
     "StructuredConfig",
 ]
+
+
+if not TYPE_CHECKING:  # which would take any name for one of this module
+
+    def __getattr__(name: str) -> NoReturn:
+        refuse_class(__name__, name)

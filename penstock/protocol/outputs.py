@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,3 +193,11 @@ class RequestOutput:
     error: str | None = None
     can_retry: bool = False  # with an error: it was never begun, and may be sent again later
     error_field: str | None = None  # where the request itself was wrong: the field
+    # Of vLLM's outputs, for what Penstock does not do:
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+
+    @property
+    def lora_request(self) -> NoReturn:
+        raise AttributeError("RequestOutput has no 'lora_request': it is the one that you gave")

@@ -117,6 +117,11 @@ class SamplingParams(
     def __post_init__(self) -> None:
         self.validate()
 
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """The parameters with the defaults for what is None."""
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
     def clone(self) -> SamplingParams:
         """A copy that can be changed on its own."""
         return copy.deepcopy(self)

@@ -93,7 +93,25 @@ BY_OWNER: Mapping[str, Mapping[str, str]] = {
 
 CLASSES = {
     "GuidedDecodingParams": "use StructuredOutputsParams",
-    "PromptType": "use str, TextPrompt or TokensPrompt",
+    "CompilationConfig": "nothing is compiled with torch.compile: leave it out",
+    "CompilationLevel": "nothing is compiled with torch.compile: leave it out",
+    "CompilationMode": "nothing is compiled with torch.compile: leave it out",
+    "CUDAGraphMode": "use enforce_eager=True to do without CUDA graphs",
+    "AttentionConfig": "the kernels are chosen by device and model: leave it out",
+    "KVTransferConfig": "prefill and decode run in one engine: leave it out",
+    "PoolerConfig": 'use pooler_config={"pooling_type": ...}',
+    "StructuredOutputsConfig": "use structured_outputs_backend and reasoning_parser",
+    "VllmConfig": "use EngineArgs",
+    "convert_image_mode": "use the method convert of Pillow's images",
+    "fetch_image": 'use image_url in messages, or give {"image": path} as multi_modal_data',
+    "ImageMediaIO": "use the images of Pillow",
+    "MultiModalDataDict": "use a dict of images and videos",
+    "MULTIMODAL_REGISTRY": "use a model of docs/vision.md",
+    "LogitsProcessor": "subclass penstock.runner.logits_processors.LogitsProcessor, which has the "
+    "methods add, remove and apply",
+    "AdapterLogitsProcessor": "subclass penstock.runner.logits_processors.LogitsProcessor",
+    "BatchUpdate": "subclass penstock.runner.logits_processors.LogitsProcessor",
+    "MoveDirectionality": "subclass penstock.runner.logits_processors.LogitsProcessor",
 }
 
 

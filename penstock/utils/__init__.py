@@ -1,5 +1,12 @@
-"""vLLM's place for the parser of its scripts."""
+"""vLLM's place for what its scripts use beside the engine."""
+
+import uuid
 
 from penstock.utils.argparse_utils import FlexibleArgumentParser
 
-__all__ = ["FlexibleArgumentParser"]
+__all__ = ["FlexibleArgumentParser", "random_uuid"]
+
+
+def random_uuid() -> str:
+    """An id for a request."""
+    return uuid.uuid4().hex

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import importlib
 import inspect
 import json
+import pickle
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,12 @@ from penstock import (
     AsyncLLM,
     EngineArgs,
     LLMEngine,
+    RequestOutput,
     SamplingParams,
     TokensPrompt,
 )
 from penstock.protocol.errors import ConfigError, InputError
-from penstock.utils import FlexibleArgumentParser
+from penstock.utils import FlexibleArgumentParser, random_uuid
 from penstock.v1.metrics.reader import Counter
 
 
@@ -39,6 +43,9 @@ from penstock.v1.metrics.reader import Counter
         ("penstock.inputs", "TextPrompt TokensPrompt"),
         ("penstock.lora.request", "LoRARequest"),
         ("penstock.engine.arg_utils", "EngineArgs AsyncEngineArgs"),
+        ("penstock.engine.llm_engine", "LLMEngine"),
+        ("penstock.v1.engine.llm_engine", "LLMEngine"),
+        ("penstock.inputs.data", "TextPrompt TokensPrompt"),
     ],
 )
 def test_names_are_where_vllms_scripts_look_for_them(module: str, names: str) -> None:
@@ -216,6 +223,54 @@ def test_an_aborted_request_gives_no_more_outputs(tiny_llama: str) -> None:
             if metric.name == "penstock:request_success" and isinstance(metric, Counter)
         }
         assert ended == {"stop": 0, "length": 1, "abort": 1, "error": 0}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "remedy"),
+    [
+        ("penstock.config", "CompilationConfig", "nothing is compiled with torch.compile"),
+        ("penstock.multimodal.image", "convert_image_mode", "use the method convert of Pillow"),
+        ("penstock.multimodal", "MULTIMODAL_REGISTRY", "use a model of docs/vision.md"),
+        ("penstock.v1.sample.logits_processor", "LogitsProcessor", "has the methods add, remove"),
+        ("penstock.sampling_params", "GuidedDecodingParams", "use StructuredOutputsParams"),
+    ],
+)
+def test_a_class_that_only_vllm_has_says_what_to_do(module: str, name: str, remedy: str) -> None:
+    with pytest.raises(ImportError, match=f"{name} is not in Penstock: .*{remedy}"):
+        exec(f"from {module} import {name}")
+    assert not hasattr(importlib.import_module(module), "unheard_of")
+
+
+def test_small_helpers_are_where_scripts_look_for_them() -> None:
+    from penstock.inputs import PromptType
+    from penstock.logprobs import Logprob, PromptLogprobs, SampleLogprobs
+
+    prompt: PromptType = "a"
+    given: SampleLogprobs = [{1: Logprob(-0.5)}]
+    first: PromptLogprobs = [None, *given]
+    assert (prompt, len(first)) == ("a", 2)
+    assert random_uuid() != random_uuid()
+    optional = SamplingParams.from_optional(temperature=None, top_p=0.5, stop=None)
+    assert optional == SamplingParams(top_p=0.5)
+
+
+def test_the_servers_older_module_starts_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["api_server", "--model", "m", "--trust-remote-code"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("penstock.entrypoints.openai.api_server", run_name="__main__")
+    assert ended.value.code == 2
+    assert "--trust-remote-code is not supported" in capsys.readouterr().err
+
+
+def test_outputs_have_the_attributes_of_vllms() -> None:
+    output = RequestOutput("1", None, [1], [], finished=True)
+    assert output.encoder_prompt is None
+    assert output.kv_transfer_params is None
+    with pytest.raises(AttributeError, match="no 'lora_request': it is the one that you gave"):
+        output.lora_request  # noqa: B018
+    assert copy.deepcopy(output) == pickle.loads(pickle.dumps(output)) == output
 
 
 def test_a_parser_takes_underscores_in_flags() -> None:

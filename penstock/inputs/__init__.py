@@ -1,5 +1,6 @@
 """vLLM's place for the types of prompts."""
 
 from penstock.protocol.prompts import TextPrompt, TokensPrompt
+from penstock.text.prompts import Prompt as PromptType
 
-__all__ = ["TextPrompt", "TokensPrompt"]
+__all__ = ["PromptType", "TextPrompt", "TokensPrompt"]

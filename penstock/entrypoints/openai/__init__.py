@@ -1,0 +1,1 @@
+"""Places where vLLM's scripts look for names."""

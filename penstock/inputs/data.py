@@ -1,0 +1,5 @@
+"""vLLM's older place for the types of prompts."""
+
+from penstock.inputs import PromptType, TextPrompt, TokensPrompt
+
+__all__ = ["PromptType", "TextPrompt", "TokensPrompt"]
