@@ -208,7 +208,7 @@ def open_standard_streams() -> None:
 
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     from penstock.config.hints import hint_for  # not for a plain --help
-    from penstock.config.vllm_names import find_foreign
+    from penstock.config.vllm_names import BENCH_FLAGS, NOT_NEEDED, NOT_SUPPORTED, find_foreign
 
     flag = unknown[0].partition("=")[0]
     known = [
@@ -216,5 +216,7 @@ def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> s
         for option in parser._option_string_actions
         if option.startswith("--no-") == flag.startswith("--no-") and find_foreign(option) is None
     ]
-    hint = hint_for(flag, known) if flag.startswith("-") else None
+    own = BENCH_FLAGS if parser.prog.startswith("penstock bench ") else {}
+    table = NOT_NEEDED | NOT_SUPPORTED | own
+    hint = hint_for(flag, known, table) if flag.startswith("-") else None
     return f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else "")

@@ -24,6 +24,9 @@ class ServerConfig:
         1,
         "Processes that serve the API on one port. One is enough until its CPU core is fully used.",
     )
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug"] = option(
+        "warning", "Minimum log level of uvicorn, which serves HTTP."
+    )
     api_key: list[str] = option(
         [], "API keys. Clients must send one of them; default: no authentication."
     )

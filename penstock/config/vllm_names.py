@@ -178,7 +178,6 @@ NOT_SUPPORTED = {
     "data_parallel_multi_port_external_lb": _switch(
         "start a server per rank, with data_parallel_rank"
     ),
-    "uvicorn_log_level": ForeignOption("use log_level", ("info",)),
     "enable_log_outputs": _switch("outputs are not logged"),
     "enable_log_deltas": _switch("outputs are not logged"),
     "enable_per_request_metrics": _switch("scrape /metrics"),
@@ -298,6 +297,40 @@ KEYS = {
         "active_iterations": ForeignOption("call stop_profile earlier", (0, 5)),
         "wait_iterations": ForeignOption("call start_profile later", (0,)),
     },
+}
+
+# Flags of `vllm bench` that penstock bench does not have.
+_ARRIVALS = ForeignOption("set the arrivals with --request-rate and --ramp-up-strategy")
+BENCH_FLAGS = {
+    "self_timed": _ARRIVALS,
+    "probe_request_rate": ForeignOption("run a second bench serve with that rate"),
+    "use_beam_search": ForeignOption("use --extra-body '{\"use_beam_search\": true}'"),
+    "logprobs_mode": ForeignOption("set it for the server"),
+    "hf_name": ForeignOption("download the dataset, and give it as --dataset-path"),
+    "hf_split": ForeignOption("download the dataset, and give it as --dataset-path"),
+    "hf_subset": ForeignOption("download the dataset, and give it as --dataset-path"),
+    "hf_output_len": ForeignOption("use --output-len"),
+    "sonnet_input_len": ForeignOption("use --dataset random with --input-len"),
+    "sonnet_output_len": ForeignOption("use --dataset random with --output-len"),
+    "sonnet_prefix_len": ForeignOption("use --dataset random with --random-prefix-len"),
+    "random_batch_size": ForeignOption("each request has one input"),
+    "plot_timeline": ForeignOption("use --plot FILE"),
+    "plot_dataset_stats": ForeignOption("use --plot FILE"),
+    "skip_tokenizer_init": ForeignOption("leave it out: the client has no tokenizer"),
+    "lora_assignment": ForeignOption("leave it out: adapters are drawn at random"),
+}
+BENCH_BACKENDS = {
+    "vllm-chat": "use openai-chat",
+    "vllm-pooling": "use openai-embeddings, or penstock bench throughput with the model",
+    "vllm-rerank": "use penstock bench throughput with the model",
+    "openai-embeddings-chat": "use openai-embeddings",
+    "openai-embeddings-clip": "use openai-embeddings",
+    "openai-embeddings-vlm2vec": "use openai-embeddings",
+    "infinity-embeddings": "use openai-embeddings with --endpoint /embeddings",
+    "infinity-embeddings-clip": "use openai-embeddings with --endpoint /embeddings",
+    "openai-audio": "the server takes no audio",
+    "tgi": "use openai: TGI has /v1/completions, too",
+    "sglang": "use openai: SGLang has /v1/completions, too",
 }
 
 # Arguments of methods that are accepted with these values only.

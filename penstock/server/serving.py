@@ -67,7 +67,7 @@ async def serve_http(
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
             log_config=None,  # `setup_logging` has done it
-            log_level="warning",
+            log_level=config.uvicorn_log_level,
             access_log=False,  # ours has the request's id and duration
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,

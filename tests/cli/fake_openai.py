@@ -79,6 +79,9 @@ class FakeServer:
             writer.write(whole(200, {"data": [{"id": "fake-model"}, {"id": "other"}]}))
             return True
         self.paths.append(path)
+        if path.endswith("_profile"):
+            writer.write(whole(200, ""))
+            return True
         self.headers.append(headers)
         self.bodies.append(json.loads(content))
         self.in_flight += 1

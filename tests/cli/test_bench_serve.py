@@ -79,6 +79,55 @@ def test_vllms_flags_and_the_names_in_its_results(bench: Any, tmp_path: Path) ->
     assert "requests" not in saved
 
 
+def test_requests_carry_ids_and_reports_are_appended(bench: Any, tmp_path: Path) -> None:
+    saved = ("--save-result", "--append-result", "--result-dir", str(tmp_path))
+    for _ in range(2):
+        report = bench(
+            complete,
+            *("--endpoint-type", "vllm", "--request-id-prefix", "run-", "--insecure", "--profile"),
+            *(*saved, "--result-filename", "r.jsonl", *SMALL),
+        )
+    sent = [each.get("x-request-id", "") for each in report["server"].headers]
+    assert len({each for each in sent if each.startswith("run-")}) >= 3
+    assert report["server"].paths.count("/start_profile") == 1
+    assert report["server"].paths[-1] == "/stop_profile"
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completed"] for line in lines] == [3, 3]
+
+
+def test_requests_of_a_file_keep_their_order_and_number(bench: Any, tmp_path: Path) -> None:
+    conversations = [
+        {"conversations": [{"from": "human", "value": f"say {n}"}, {"from": "gpt", "value": "a b"}]}
+        for n in range(4)
+    ]
+    (tmp_path / "s.json").write_text(json.dumps(conversations))
+    flags = ("--dataset", "sharegpt", "--dataset-path", str(tmp_path / "s.json"))
+    report = bench(complete, *flags, "--disable-shuffle", "--no-oversample", "--num-prompts", "9",
+                   "--max-concurrency", "1")  # fmt: skip
+    assert [body["prompt"] for body in report["server"].bodies][-4:] == [
+        f"say {n}" for n in range(4)
+    ]
+    assert report["completed"] == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--backend", "vllm-rerank"], "vllm-rerank is not supported: use penstock bench throughp"),
+        (["--backend", "openia"], "must be one of openai, vllm, openai-chat, openai-embeddings"),
+        (["--self-timed"], "set the arrivals with --request-rate"),
+        (["--hf-split", "train"], "give it as --dataset-path"),
+        (["--num-prompt", "4"], "did you mean --num-prompts?"),
+    ],
+)
+def test_flags_that_only_vllm_has_say_what_to_do(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", *flags])
+    assert message in capsys.readouterr().err
+
+
 # -- the whole command against a server of which everything is known
 
 

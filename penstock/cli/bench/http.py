@@ -7,6 +7,7 @@ hundreds of streams. It parses with httptools, like the server.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,10 +70,18 @@ class HttpClient:
         address: Address,
         api_key: str | None = None,
         more_headers: Sequence[tuple[str, str]] = (),
+        *,
+        is_verified: bool = True,
+        request_id_prefix: str | None = None,
     ) -> None:
         self.address = address
         self._idle: list[_Connection] = []
         self._tls = ssl.create_default_context() if address.is_tls else None
+        if self._tls is not None and not is_verified:
+            self._tls.check_hostname = False
+            self._tls.verify_mode = ssl.CERT_NONE
+        self._request_id_prefix = request_id_prefix
+        self._numbers = itertools.count()
         host = f"[{address.host}]" if ":" in address.host else address.host
         headers = [f"Host: {host}:{address.port}", f"User-Agent: penstock/{penstock.__version__}"]
         if api_key is not None:
@@ -86,6 +95,8 @@ class HttpClient:
     async def post(self, path: str, body: bytes, receiver: Receiver) -> None:
         """POST JSON and wait for the response to end. Raises `HttpError` if it is incomplete."""
         headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        if self._request_id_prefix is not None:
+            headers += f"X-Request-Id: {self._request_id_prefix}{next(self._numbers)}\r\n"
         await self._exchange(f"POST {self.address.prefix}{path}", headers, body, receiver)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from penstock.cli.bench.http import HttpClient, HttpError
 from penstock.cli.bench.prompts import BenchRequest
 from penstock.cli.bench.streams import Content, Dialect, StreamRecord, ask
 from penstock.cli.bench.workloads import VOCAB
-from penstock.protocol.errors import RequestFault
+from penstock.protocol.errors import ConfigError, RequestFault
 
 _TRIAL = BenchRequest([1, 2, 3, 4], 1)
 _REFUSALS = (400, 422)  # statuses by which a server may refuse a request's fields
@@ -181,6 +181,20 @@ class DraftTotals:
     def __sub__(self, other: DraftTotals) -> DraftTotals:
         pairs = zip(astuple(self), astuple(other), strict=True)
         return DraftTotals(*(mine - theirs for mine, theirs in pairs))
+
+
+async def control_profiler(client: HttpClient, action: str, timeout_s: float) -> None:
+    """Start or stop the server's profiler. Raises `ConfigError` if it has none."""
+    content = Content()
+    path = f"/{action}_profile"
+    try:
+        await asyncio.wait_for(client.post(path, b"{}", content), timeout_s)
+    except (HttpError, asyncio.TimeoutError) as error:
+        raise ConfigError(f"--profile: {path} failed: {error}") from error
+    if content.status != 200:
+        raise ConfigError(
+            f"--profile: {path} answered {content.status}: start the server with --profiler-config"
+        )
 
 
 async def read_drafts(client: HttpClient, timeout_s: float) -> DraftTotals | None:

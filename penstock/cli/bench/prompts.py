@@ -85,6 +85,15 @@ def pick_models(
     return [replace(request, model=rng.choice(models)) for request in requests]
 
 
+def _first(
+    requests: Sequence[BenchRequest], count: int, args: argparse.Namespace
+) -> list[BenchRequest]:
+    """So many requests of a file, which is repeated if it has fewer."""
+    if args.no_oversample:
+        return list(requests[:count])
+    return list(itertools.islice(itertools.cycle(requests), count))
+
+
 def prompts_from_args(args: argparse.Namespace) -> PromptSet:
     """Read the prompts. Raises `ConfigError` for conflicting flags and empty files."""
     _refuse_others(args)
@@ -94,9 +103,7 @@ def prompts_from_args(args: argparse.Namespace) -> PromptSet:
     count = args.num_prompts or DEFAULT_NUM_PROMPTS
     if args.dataset == "custom":
         requests = read_prompts(_path(args), output_len)
-        chosen = list(
-            itertools.islice(itertools.cycle(requests), args.num_prompts or len(requests))
-        )
+        chosen = _first(requests, args.num_prompts or len(requests), args)
         return PromptSet(args.dataset_path.name, chosen, temperature=0.0, ignore_eos=False)
     if args.dataset == "sharegpt" or (args.dataset == "conversations" and args.dataset_path):
         from penstock.cli.bench.datasets import read_sharegpt
@@ -104,8 +111,9 @@ def prompts_from_args(args: argparse.Namespace) -> PromptSet:
         conversations = read_sharegpt(
             _path(args), args.output_len, only_first=args.dataset == "sharegpt"
         )
-        random.Random(f"sharegpt {args.seed}").shuffle(conversations)
-        chosen = list(itertools.islice(itertools.cycle(conversations), count))
+        if not args.disable_shuffle:
+            random.Random(f"sharegpt {args.seed}").shuffle(conversations)
+        chosen = _first(conversations, count, args)
         return PromptSet(args.dataset_path.name, chosen, temperature=0.0, ignore_eos=False)
     if args.dataset == "conversations":
         from penstock.cli.bench.datasets import random_conversations

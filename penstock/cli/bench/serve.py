@@ -90,7 +90,14 @@ def run(args: argparse.Namespace) -> int:
     raise_open_files_limit()
 
     async def main() -> int:
-        with contextlib.closing(HttpClient(address, args.api_key, args.header)) as client:
+        client = HttpClient(
+            address,
+            args.api_key,
+            args.header,
+            is_verified=not args.insecure,
+            request_id_prefix=args.request_id_prefix,
+        )
+        with contextlib.closing(client):
             dialect, result = await measure(client, args, prompts, load)
         return report(args, prompts, load, dialect, result)
 
@@ -103,7 +110,14 @@ async def measure(
     """Find out what the server supports, warm it up, and run the load."""
     from tqdm import tqdm
 
-    from penstock.cli.bench.load import agree, first_model, read_drafts, run_load, warm_up
+    from penstock.cli.bench.load import (
+        agree,
+        control_profiler,
+        first_model,
+        read_drafts,
+        run_load,
+        warm_up,
+    )
     from penstock.cli.bench.streams import Dialect
 
     generates = args.backend != "openai-embeddings"
@@ -129,8 +143,12 @@ async def measure(
     due_times = load.due_times(len(requests), args.seed)
     before = await read_drafts(client, load.timeout_s) if generates else None
     num_turns = sum(1 + len(request.followups) for request in requests)
+    if args.profile:
+        await control_profiler(client, "start", load.timeout_s)
     with tqdm(total=num_turns, unit="request", disable=args.disable_tqdm or None) as progress:
         result = await run_load(client, dialect, requests, due_times, load, progress.update)
+    if args.profile:
+        await control_profiler(client, "stop", load.timeout_s)
     if before is not None:
         after = await read_drafts(client, load.timeout_s)
         result = replace(result, drafts=None if after is None else after - before)
@@ -187,7 +205,8 @@ def save_result(args: argparse.Namespace, document: dict[str, Any]) -> None:
     kept |= with_vllm_keys(document) | {"date": when}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(kept, indent=2) + "\n")
+        with path.open("a" if args.append_result else "w") as file:
+            file.write(json.dumps(kept, indent=None if args.append_result else 2) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

@@ -12,7 +12,9 @@ from penstock.cli.bench.common import DEFAULT_LEN, add_json_argument, natural_in
 from penstock.cli.bench.prompts import DATASETS, DEFAULT_NUM_PROMPTS
 from penstock.cli.bench.random_media import bucket_config, media_limits
 from penstock.cli.bench.workloads import NAMES
+from penstock.config.vllm_names import BENCH_BACKENDS
 
+BACKENDS = ("openai", "vllm", "openai-chat", "openai-embeddings")
 GOALS = ("ttft", "tpot", "e2el")
 LATENCY_NAMES = ("ttft", "tpot", "itl", "e2el")
 OUTPUT_KINDS = ("", "random-", "sharegpt-", "custom-", "prefix-repetition-")  # before output-len
@@ -53,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="Percentiles to show (default: 90,99)",
     )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="Have the server profile the run: POST /start_profile and /stop_profile.",
+    )
     group.add_argument("--plot", type=Path, metavar="FILE", help="Also plot the run as a PNG.")
     add_json_argument(group)
     group.add_argument(
@@ -64,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-detailed",
         action="store_true",
         help="With --save-result: each request's times, too.",
+    )
+    group.add_argument(
+        "--append-result",
+        action="store_true",
+        help="With --save-result: append the report to the file, as one line.",
     )
     group.add_argument("--result-dir", type=Path, metavar="DIR", help="Folder of --save-result.")
     group.add_argument("--result-filename", metavar="NAME", help="File name of --save-result.")
@@ -102,10 +114,12 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--backend",
-        choices=("openai", "vllm", "openai-chat", "openai-embeddings"),
+        "--endpoint-type",
+        type=backend,
+        metavar="NAME",
         default="openai",
-        help="API to use: /v1/completions (openai or vllm), /v1/chat/completions or "
-        "/v1/embeddings (default: %(default)s)",
+        help="API to use: /v1/completions (openai or vllm), /v1/chat/completions "
+        "(openai-chat) or /v1/embeddings (openai-embeddings) (default: %(default)s)",
     )
     group.add_argument(
         "--model",
@@ -122,6 +136,14 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
         "model, at random.",
     )
     group.add_argument("--api-key", metavar="TEXT", help="API key, sent as a bearer token.")
+    group.add_argument(
+        "--insecure", action="store_true", help="Do not verify the server's certificate."
+    )
+    group.add_argument(
+        "--request-id-prefix",
+        metavar="TEXT",
+        help="Send X-Request-Id with this and the request's number.",
+    )
     group.add_argument(
         "--timeout",
         type=positive_float,
@@ -183,6 +205,7 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
         help="Draw lengths from (1 - R) to (1 + R) times these values (default: 0)",
     )
     _add_media_arguments(group)
+    _add_order_arguments(group)
     group.add_argument(
         "--temperature",
         type=float,
@@ -236,6 +259,18 @@ def _add_media_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_order_arguments(group: argparse._ArgumentGroup) -> None:
+    """Of the prompts of a file."""
+    group.add_argument(
+        "--disable-shuffle", action="store_true", help="Keep the order of a ShareGPT file."
+    )
+    group.add_argument(
+        "--no-oversample",
+        action="store_true",
+        help="Send the requests of a file once, if it has fewer than --num-prompts.",
+    )
+
+
 def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--request-rate",
@@ -273,6 +308,14 @@ def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="Warm-up requests, not measured (default: %(default)s)",
     )
+
+
+def backend(text: str) -> str:
+    if text in BENCH_BACKENDS:
+        raise argparse.ArgumentTypeError(f"{text} is not supported: {BENCH_BACKENDS[text]}")
+    if text not in BACKENDS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(BACKENDS)}, got {text!r}")
+    return text
 
 
 def positive_float(text: str) -> float:
