@@ -71,27 +71,26 @@ async def ping(request: Request) -> Response:
 @router.post("/reset_prefix_cache", response_class=Response, responses=describe_errors(401, 503))
 async def reset_prefix_cache(request: Request) -> Response:
     """Clear the prefix cache. Later requests compute their prompts again."""
-    service: Service = request.app.state.service
-    service.check_health()
-    await service.client.call("reset_prefix_cache")
-    return Response()
+    return await _call(request, "reset_prefix_cache")
 
 
 @router.post("/start_profile", response_class=Response, responses=describe_errors(400, 401, 503))
 async def start_profile(request: Request) -> Response:
     """Start the torch profiler. Requires --profiler-config."""
-    service: Service = request.app.state.service
-    service.check_health()
-    await service.client.call("start_profile", None)
-    return Response()
+    return await _call(request, "start_profile", None)
 
 
 @router.post("/stop_profile", response_class=Response, responses=describe_errors(400, 401, 503))
 async def stop_profile(request: Request) -> Response:
     """Stop the profiler and write its traces into torch_profiler_dir, one file per rank."""
+    return await _call(request, "stop_profile")
+
+
+async def _call(request: Request, method: str, *args: object) -> Response:
+    """Run a method of the engines, if any can run requests."""
     service: Service = request.app.state.service
     service.check_health()
-    await service.client.call("stop_profile")
+    await service.client.call(method, *args)
     return Response()
 
 
