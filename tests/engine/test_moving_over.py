@@ -114,6 +114,14 @@ def test_arguments_that_ask_for_nothing_are_accepted(tiny_llama: str) -> None:
         assert llm.reset_prefix_cache(False, False)
 
 
+def test_progress_is_shown_on_terminals_only(
+    tiny_llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_llm(tiny_llama) as llm:
+        llm.generate({"prompt_token_ids": [4, 5]}, SamplingParams(max_tokens=2), use_tqdm=True)
+    assert "Generating" not in capsys.readouterr().err
+
+
 def test_arguments_that_are_not_supported_say_what_to_do(tiny_llama: str) -> None:
     with open_llm(tiny_llama) as llm:
         with pytest.raises(InputError, match="reset_running_requests=True is not supported here"):

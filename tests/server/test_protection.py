@@ -32,7 +32,7 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         *(flag for value in KEYS for flag in ("--api-key", value)),
         *("--max-num-seqs", "1", "--max-queued-requests", "1"),
         *("--max-request-body-bytes", "10k", "--max-n", "4", "--max-prompts", "2"),
-        *("--allowed-origins", "https://page.example"),
+        *("--allowed-origins", '["https://page.example"]'),
         *("--served-model-name", "tiny", "--served-model-name", "small"),
         tls_ca=certificate,
     ) as process:
