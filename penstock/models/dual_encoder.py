@@ -6,7 +6,7 @@ tower's. It passes through the text tower with the rows of texts, and is put bac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -20,16 +20,15 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.norm import LayerNorm
 from penstock.layers.quantization import DenseMethod
 from penstock.layers.sublayers import RotaryAttention
-from penstock.layers.vision import Table, VisionMLP, activation, plain_linear
+from penstock.layers.vision import Arrangement, Table, VisionMLP, activation, plain_linear
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import read_float, read_int
 from penstock.models.encoder import EncoderConfig, EncoderLayer, EncoderMLP
 from penstock.models.vision import (
-    MediaInputs,
+    TileTower,
     VisionModel,
     VisionTower,
     load_tower,
-    stack_images,
     vision_settings,
 )
 from penstock.models.vit import Vit
@@ -39,7 +38,7 @@ from penstock.protocol.pooling import DualInputs
 OLD_CLIP_END = 2  # an eos_token_id that is in many config.json and was never used
 
 
-class ClipTower(VisionTower):
+class ClipTower(TileTower):
     """The row of the class token, projected."""
 
     def __init__(self, build: Build, raw: Mapping[str, Any], size: int) -> None:
@@ -49,10 +48,9 @@ class ClipTower(VisionTower):
         self.projection = plain_linear(build, self.tower.size, size, bias=False)
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, _ = stack_images(items, self.build)
-        rows: torch.Tensor = self.projection(self.tower(images)[:, 0])
-        return list(rows.unsqueeze(1))
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        rows: torch.Tensor = self.projection(self.tower(pixels, arrangement)[:, :1])
+        return rows
 
 
 class AttentionPool(nn.Module):
@@ -79,7 +77,7 @@ class AttentionPool(nn.Module):
         return pooled + self.mlp(self.layernorm(pooled))
 
 
-class SiglipTower(VisionTower):
+class SiglipTower(TileTower):
     def __init__(self, build: Build, raw: Mapping[str, Any], size: int) -> None:
         super().__init__()
         vision = vision_settings(raw)
@@ -93,10 +91,9 @@ class SiglipTower(VisionTower):
         self.head = AttentionPool(build, vision)
         self.unread = tuple(rf"tower\.{name}" for name in self.tower.unread)
 
-    def encode(self, items: Sequence[MediaInputs]) -> list[torch.Tensor]:
-        images, _ = stack_images(items, self.build)
-        rows: torch.Tensor = self.head(self.tower(images))
-        return list(rows.unsqueeze(1))
+    def forward(self, pixels: torch.Tensor, arrangement: Arrangement) -> torch.Tensor:
+        rows: torch.Tensor = self.head(self.tower(pixels, arrangement))
+        return rows.unsqueeze(1)
 
 
 class DualEncoder(VisionModel, Model):

@@ -28,7 +28,7 @@ from penstock.models.glm4 import Glm4ForCausalLM
 from penstock.models.glm4_moe import Glm4MoeForCausalLM
 from penstock.models.qwen2_vl import Grids, QwenTower, mrope_positions
 from penstock.models.vision import Positions, VisionModel, load_tower, vision_settings
-from penstock.protocol.media import MediaItem
+from penstock.protocol.media import MediaItem, Modality
 
 
 class Glm4vMerger(GatedMLP):
@@ -114,6 +114,7 @@ class Glm4vModel(VisionModel):
     """What the dense model and the one with experts share."""
 
     rotary_class: ClassVar[type[Rotary]] = MRotary
+    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
     uses_mrope = True
     tower_prefix = "visual"
     renamed = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}

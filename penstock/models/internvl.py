@@ -140,6 +140,7 @@ class InternVLTower(TileTower):
 
 
 class InternVLForConditionalGeneration(ComposedVisionModel):
+    modalities = ("image", "video")
     renamed = {
         **LLAVA_NAMES,
         r"^vision\.tower\.embeddings\.patch_embeddings\.projection\.": (

@@ -103,7 +103,7 @@ class LlavaOnevisionTower(LlavaNextTower):
     def rows(self, item: MediaInputs, x: torch.Tensor) -> torch.Tensor:
         if item.modality == "image":
             return super().rows(item, x)
-        side = self.tower.embeddings.side
+        side = self.side // self.tower.patch
         frames = x.reshape(len(x), side, side, -1).permute(0, 3, 1, 2)
         half = math.ceil(side / 2)
         pooled = F.interpolate(frames, [half, half], mode="bilinear")
@@ -143,5 +143,7 @@ class LlavaNextForConditionalGeneration(ComposedVisionModel):
 
 
 class LlavaOnevisionForConditionalGeneration(LlavaNextForConditionalGeneration):
+    modalities = ("image", "video")
+
     def make_tower(self, build: Build, raw: Mapping[str, Any], hidden_size: int) -> VisionTower:
         return LlavaOnevisionTower(build, raw, hidden_size)
