@@ -21,6 +21,7 @@ class Build:
     ops: Ops
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
+    tower_method: LinearMethod = field(default_factory=DenseMethod)  # of vision: never quantized
     generates: bool = True  # False: hidden states are pooled, without logits
     shards_towers: bool = False  # of vision: over tensor-parallel ranks, by heads
     takes_media: tuple[str, ...] = ()  # modalities that requests may have

@@ -66,7 +66,10 @@ class NativeMethod(LinearMethod):
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         assert layer.native.linear is not None, "the layer has no weights yet"
-        return layer.native.linear(x, bias)
+        if x.dim() == 2:
+            return layer.native.linear(x, bias)
+        output = layer.native.linear(x.reshape(-1, x.shape[-1]), bias)  # of images, say
+        return output.unflatten(0, x.shape[:-1])
 
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         (matrix,) = layer.native.parts.values()

@@ -58,6 +58,7 @@ def load_model(
         ops=backend.ops,
         mesh=mesh,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
+        tower_method=backend.tower_method,
         generates=task == "generate",
         takes_media=config.media.modalities,
         shards_towers=config.media.mm_encoder_tp_mode == "weights",

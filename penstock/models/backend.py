@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ class ModelBackend:
     kv_dtype: str | None = None  # default type of the KV cache; None: the model's
     quantization: Quantization | None = None  # which layers are quantized, and how
     take_over: Finish | None = None  # quantized layers with a device-specific implementation
+    tower_method: LinearMethod = field(default_factory=DenseMethod)  # of vision towers
 
     def finish(self, model: nn.Module) -> None:
         """Called after the weights are loaded."""
@@ -100,10 +101,8 @@ def choose_backend(
     # The library computes in float32. A requested 16-bit type applies to the weights.
     int8 = config.load.quantization == "int8"
     quantization = None if int8 else quantization  # the library does this one itself
-    method = NativeMethod(
-        int8=int8,
-        float_dtype=None if dtype == torch.float32 else dtype,
-    )
+    float_dtype = None if dtype == torch.float32 else dtype
+    method = NativeMethod(int8, float_dtype)
     # With weights of 8 bits and less, a 16-bit KV cache loses no visible quality and halves what
     # attention reads. Measured in docs/benchmarks.md.
     in_blocks = method.int8 or (gguf is not None and bool(types))
@@ -121,6 +120,7 @@ def choose_backend(
         kv_dtype="float16" if in_blocks else None,
         quantization=quantization,
         take_over=take_over,
+        tower_method=NativeMethod(float_dtype=float_dtype),
     )
 
 

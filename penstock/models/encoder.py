@@ -111,11 +111,38 @@ class FusedEncoderLayer(Protocol):
     def applies(self) -> bool:
         """Whether no adapter hooks into the layer's parts now."""
 
-    def __call__(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
-        """Like the layer's forward. x may be changed in place."""
+    def __call__(
+        self, x: torch.Tensor, starts: torch.Tensor, angles: Angles | None
+    ) -> torch.Tensor:
+        """Like the layer's forward, with texts at `starts`. x may be changed in place."""
 
 
-class EncoderLayer(nn.Module):
+@dataclass(frozen=True)
+class EncoderParts:
+    """What an encoder layer consists of, whatever its class."""
+
+    norms: tuple[LayerNorm | None, LayerNorm]  # of attention and of the MLP
+    linears: tuple[Linear, Linear, Linear, Linear]  # qkv, output, up (with the gate), down
+    num_heads: int
+    head_dim: int
+    scale: float
+    activation: str
+    is_gated: bool = False
+    norm_first: bool = True
+    window: int | None = None
+
+
+class FusableLayer(nn.Module):
+    """An encoder layer that a device may compute in one call."""
+
+    fused: FusedEncoderLayer | None = None
+
+    def parts(self) -> EncoderParts | None:
+        """None: it does more than its parts."""
+        raise NotImplementedError
+
+
+class EncoderLayer(FusableLayer):
     """norm(x + attention(x)), then norm(x + mlp(x)).
 
     With `norm_first`, the norms apply to the inputs of attention and MLP. Then the first layer may
@@ -137,11 +164,29 @@ class EncoderLayer(nn.Module):
         self.mlp = mlp
         self.post_mlp_layernorm = mlp_norm
         self.norm_first = norm_first
-        self.fused: FusedEncoderLayer | None = None
+
+    def parts(self) -> EncoderParts | None:
+        attention, mlp = self.self_attn, self.mlp
+        if type(self) is not EncoderLayer or type(attention) is not RotaryAttention:
+            return None
+        is_plain = (
+            attention.q_norm is None
+            and attention.attention.kind == "bidirectional"
+            and (attention.rotary is None or not attention.rotary.interleaved)
+            and attention.num_heads == attention.num_kv_heads
+        )
+        if not is_plain:
+            return None
+        return EncoderParts(
+            (self.post_attention_layernorm, self.post_mlp_layernorm),
+            (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj),
+            attention.num_heads, attention.head_dim, attention.attention.scale, mlp.activation,
+            mlp.is_gated, self.norm_first, attention.attention.window,
+        )  # fmt: skip
 
     def forward(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
         if self.fused is not None and self.fused.applies():
-            return self.fused(x, angles)
+            return self.fused(x, current_context().query_starts, angles)
         attention_norm, mlp_norm = self.post_attention_layernorm, self.post_mlp_layernorm
         if self.norm_first:
             normed = x if attention_norm is None else attention_norm(x)

@@ -39,9 +39,11 @@ def make_merger(
     """Reads an adapter for the model of `source`. Returns that model too, without weights."""
     # Labels that are tokens are rows of the LM head, which the adapter may change.
     has_labels = choose_task(config, source) == "classify" and label_tokens(config, source) is None
+    plain = DenseMethod()
     build = replace(
-        build, device=torch.device("meta"), linear_method=DenseMethod(), shards_towers=False
-    )
+        build, device=torch.device("meta"), linear_method=plain, tower_method=plain,
+        shards_towers=False,
+    )  # fmt: skip
     model = build_model(source.config, build, config.model.model_impl)
     if has_labels and build.mesh.is_last_stage:
         add_classifier(model, build, config, source)

@@ -21,7 +21,6 @@ from penstock.config import EngineConfig
 from penstock.distributed.mesh import RankGroup
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear
-from penstock.layers.quantization import DenseMethod
 from penstock.layers.vision import Undivided, activation, plain_linear
 from penstock.models.base import Model
 from penstock.models.runtime import hold_whole_prompts
@@ -188,7 +187,7 @@ def load_tower(model: Model, build: Build, make: Callable[[Build], VisionTower])
     if takes_media:
         model.media_width = model.hidden_size * model.num_levels
     if takes_media and build.mesh.is_first_stage:
-        own = replace(build, linear_method=DenseMethod())
+        own = replace(build, linear_method=build.tower_method)
         tower = _sharded(own, make) if build.shards_towers else None
         if tower is None:
             tower = make(replace(own, mesh=replace(build.mesh, tp=RankGroup())))

@@ -20,11 +20,12 @@ from penstock.layers.vision import (
     activation,
 )
 from penstock.models.config import read_float, read_int
+from penstock.models.encoder import EncoderParts, FusableLayer
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
 
 
-class VitLayer(nn.Module):
+class VitLayer(FusableLayer):
     def __init__(self, build: Build, raw: Mapping[str, Any], act: str) -> None:
         super().__init__()
         size, eps = read_int(raw, "hidden_size"), read_float(raw, "layer_norm_eps", 1e-6)
@@ -32,9 +33,21 @@ class VitLayer(nn.Module):
         self.self_attn = VisionAttention(build, size, read_int(raw, "num_attention_heads"))
         self.layer_norm2 = LayerNorm(build, size, eps, bias=True)
         width = read_int(raw, "intermediate_size")
-        self.mlp = VisionMLP(build, size, width, activation(raw.get("hidden_act", act)))
+        self.activation = str(raw.get("hidden_act", act))
+        self.mlp = VisionMLP(build, size, width, activation(self.activation))
+
+    def parts(self) -> EncoderParts:
+        attention, mlp = self.self_attn, self.mlp
+        return EncoderParts(
+            (self.layer_norm1, self.layer_norm2),
+            (attention.qkv_proj, attention.out_proj, mlp.fc1, mlp.fc2),
+            attention.num_heads, attention.head_dim, attention.head_dim**-0.5,
+            self.activation.replace("pytorch_", ""),
+        )  # fmt: skip
 
     def forward(self, x: torch.Tensor, segments: Segments) -> torch.Tensor:
+        if self.fused is not None and self.fused.applies():
+            return self.fused(x, segments.starts, None)
         x = x + self.self_attn(self.layer_norm1(x), segments)
         return x + self.mlp(self.layer_norm2(x))
 
