@@ -154,6 +154,12 @@ class AsyncEngineClient:
             self.ledger.fail(record, error)
         self.replicas.recall(records)
 
+    def report_search(self, records: Sequence[RequestRecord]) -> None:
+        members = list(self.replicas.members)
+        for record in records:
+            record.replica = members[0] if len(members) == 1 else None
+        self.ledger.report_search(records)
+
     def fail_all(self, error: Exception) -> None:
         """Fail all requests now. Their streams raise `error`."""
         self.fail(list(self.records), error)

@@ -10,7 +10,7 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.engine.ledger import DeltaStream
 from penstock.engine.messages import EngineInfo
-from penstock.engine.observer import Observer
+from penstock.engine.observer import Observer, RequestRecord
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
 
@@ -88,6 +88,9 @@ class EngineClient(Protocol):
         rank: int | None = None,
         session: str | None = None,
     ) -> DeltaStream: ...
+
+    def report_search(self, records: Sequence[RequestRecord]) -> None:
+        """Tell the observers of beam searches that ended. See `Observer.on_search`."""
 
     def fail_all(self, error: Exception) -> None:
         """Fail all requests of this process now."""

@@ -155,6 +155,11 @@ class Ledger:
         for observer in self.observers:
             observer.on_finish(record)
 
+    def report_search(self, records: Sequence[RequestRecord]) -> None:
+        """Tell the observers of beam searches that ended. See `Observer.on_search`."""
+        for observer in self.observers:
+            observer.on_search(records)
+
     def fail(self, record: RequestRecord, error: Exception) -> None:
         """End a request. Its sink gets `error`."""
         self._sinks[record.request_id].fail(error)

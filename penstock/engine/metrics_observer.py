@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from penstock.config import EngineConfig
 from penstock.engine.engine_metrics import EngineMetrics
@@ -65,6 +65,16 @@ class MetricsObserver(Observer):
         self._requests_of(record.replica).take_tokens(record, num_tokens, previous_at)
 
     def on_finish(self, record: RequestRecord) -> None:
+        if not record.request.is_search_step:
+            self._finish(record)
+
+    def on_search(self, records: Sequence[RequestRecord]) -> None:
+        for record in records:
+            if record.first_token_at is not None:
+                self._requests_of(record.replica).take_first_token(record)
+            self._finish(record)
+
+    def _finish(self, record: RequestRecord) -> None:
         metrics = self._requests_of(record.replica)
         metrics.finish(record)
         if record.request.pools:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.messages import EngineInfo, EngineStats
@@ -84,6 +85,12 @@ class Observer:
 
     def on_finish(self, record: RequestRecord) -> None:
         """A request ended: it finished, its client left, or the engine is gone."""
+
+    def on_search(self, records: Sequence[RequestRecord]) -> None:
+        """Beam searches ended. `records` are the completions that clients asked for.
+
+        Each step was a request of its own before, with `is_search_step`.
+        """
 
     def on_stats(self, replica: int, stats: EngineStats) -> None:
         """An engine's state. Called a few times a second while there is work."""

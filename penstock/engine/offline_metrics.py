@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.ledger import Ledger
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.metrics_observer import MetricsObserver
+from penstock.engine.observer import RequestRecord
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.request import EngineRequest
 
@@ -102,6 +103,12 @@ class OfflineMetrics:
             record = self._ledger.records.get(request_id)
             if record is not None:
                 self._ledger.retire(record, reason)
+
+    def report_search(self, records: Sequence[RequestRecord]) -> None:
+        """Beam searches ended."""
+        for record in records:
+            record.replica = REPLICA
+        self._ledger.report_search(records)
 
     def read(self) -> list[Metric]:
         """The values now."""

@@ -16,7 +16,8 @@ SOURCES = ("local_compute", "local_cache_hit")
 class RequestMetrics:
     """The metrics of `OF_REQUESTS` with one value of the label `engine`.
 
-    The label is empty for requests that ended before they were given to a replica.
+    The label is empty for requests that ended before they were given to a replica, and for beam
+    searches whose steps may run on several.
     """
 
     def __init__(self, metrics: Metrics, replica: int | None) -> None:
@@ -52,8 +53,14 @@ class RequestMetrics:
         if previous_at is not None:
             self._gaps[record.last_token_at - previous_at] += 1
             return
-        waited_s = record.last_token_at - record.submitted_at
         self._count_prompt(record)
+        if not record.request.is_search_step:
+            self.take_first_token(record)
+
+    def take_first_token(self, record: RequestRecord) -> None:
+        """A request got its first token."""
+        assert record.first_token_at is not None
+        waited_s = record.first_token_at - record.submitted_at
         self._observe(
             time_to_first_token_seconds=waited_s,
             request_prefill_time_seconds=record.prefill_s,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from penstock.engine.beam_search import BeamSearch
+from penstock.engine.beam_search import BeamSearch, reporting
 from penstock.engine.lora_requests import LoRARequestOrList, with_adapters
+from penstock.engine.offline_metrics import OfflineMetrics
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.protocol.outputs import RequestOutput
@@ -21,6 +22,7 @@ from penstock.text.prompts import Prompt, with_priorities
 class SearchMethods:
     frontend: Frontend
     _ids: itertools.count[int]
+    _metrics: OfflineMetrics | None
 
     if TYPE_CHECKING:
 
@@ -48,13 +50,15 @@ class SearchMethods:
             check_int("concurrency_limit", concurrency_limit, 1, 2**31 - 1)
         items = with_priorities(prompts, None)
         adapters = self._adapters_of(lora_request, len(items))
-        limits = SamplingParams(temperature=0, max_tokens=params.max_tokens)
+        limits = SamplingParams(temperature=0, max_tokens=params.max_tokens, n=params.beam_width)
         requests = with_adapters([self._prepare(item, limits) for item, _ in items], adapters)
-        searches = [BeamSearch(request.children[0], params) for request in requests]
+        searches = [BeamSearch(request.children, params) for request in requests]
+        report = (lambda records: None) if self._metrics is None else self._metrics.report_search
         ids = map(str, self._ids)
         at_once = concurrency_limit or len(searches) or 1
         disable = None if use_tqdm else True  # None: unless it is a terminal
-        with tqdm(total=len(searches), desc="Beam search", disable=disable) as progress:
+        bar = tqdm(total=len(searches), desc="Beam search", disable=disable)
+        with bar as progress, reporting(searches, report):
             for start in range(0, len(searches), at_once):
                 running = searches[start : start + at_once]
                 while running:

@@ -45,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str = ""  # whose it is, where tenants take turns
     read_prefix_cache: bool = True  # off where every prompt row's results are wanted
     output_token_ids: list[int] = []
+    is_search_step: bool = False  # of a beam search, which is logged and counted as a whole
     has_run: bool = False  # on an engine that died: nobody may say that it waited for too long
     thinking: ThinkingFormat | None = None  # with params.thinking_token_budget
     num_unpooled: int = 0  # tokens at the beginning that a mean leaves out

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from penstock.confined.scope import JobScope
 from penstock.engine import messages
 from penstock.engine.client import EngineClient
 from penstock.engine.ledger import DeltaStream
+from penstock.engine.observer import RequestRecord
 from penstock.engine.outputs import outputs_of
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
@@ -296,7 +298,7 @@ class Service:
         from penstock.engine.beam_search import beam_outputs
 
         ids = (self.engine_id(requests[0].request_id) for _ in itertools.count())
-        searching = beam_outputs(requests, self._stream, ids)
+        searching = beam_outputs(requests, self._stream, ids, self._report_search)
         limit_s = self._time_limit(timeout_s)
         try:
             found = await asyncio.wait_for(searching, limit_s)
@@ -304,6 +306,11 @@ class Service:
             raise _timeout(limit_s) from None
         for index, output in enumerate(found):
             yield index, output
+
+    def _report_search(self, records: Sequence[RequestRecord]) -> None:
+        self.client.report_search(
+            [replace(record, request=self._complete(record.request)) for record in records]
+        )
 
     async def _stream(
         self, requests: Sequence[PreparedRequest], timeout_s: float | None = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import itertools
 import random
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +14,14 @@ import torch
 from tiny_engine import open_llm
 from transformers import AutoModelForCausalLM
 
-from penstock import LLM, BeamSearchParams
-from penstock.protocol.errors import InputError
+from penstock import LLM, BeamSearchParams, SamplingParams
+from penstock.engine.beam_search import beam_outputs
+from penstock.engine.observer import RequestRecord
+from penstock.engine.offline_metrics import Histogram
+from penstock.protocol.delta import FinishReason
+from penstock.protocol.errors import EngineDeadError, InputError
+from penstock.protocol.outputs import RequestOutput
+from penstock.text.frontend import PreparedRequest
 
 PAD = 3
 draw = random.Random(5)
@@ -84,6 +94,50 @@ def test_the_end_of_a_sequence_is_left_out_unless_asked_for(llm: LLM) -> None:
     assert [item.tokens for item in output.sequences] == [[5, 6, 7]] * 2
     assert [item.finish_reason for item in output.sequences] == ["stop"] * 2
     assert len({item.stop_reason for item in output.sequences}) == 2
+
+
+def test_a_search_is_counted_by_its_completions(tiny_llama: str) -> None:
+    llm = open_llm(tiny_llama, max_model_len=64, disable_log_stats=False)
+    params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+    llm.beam_search([{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}], params)
+    found: dict[str, float] = {}
+    for each in llm.get_metrics():
+        count = each.count if isinstance(each, Histogram) else getattr(each, "value", 0)
+        found[each.name] = found.get(each.name, 0) + count
+    assert found["penstock:request_success"] == 2 * 3
+    assert found["penstock:e2e_request_latency_seconds"] == 2 * 3
+    assert found["penstock:time_to_first_token_seconds"] == 2 * 3
+    assert found["penstock:request_params_n"] == 2
+    assert found["penstock:generation_tokens"] == 2 * (1 + 3 * 3), "the tokens of all steps"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (EngineDeadError("gone"), FinishReason.ERROR),
+        (asyncio.CancelledError(), FinishReason.ABORT),
+    ],
+)
+def test_a_search_that_is_cut_short_is_reported(
+    llm: LLM, error: BaseException, reason: FinishReason
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, n=2)
+    request = llm.frontend.prepare("mine", [5, 6, 7], params)
+    request = dataclasses.replace(request, beams=BeamSearchParams(beam_width=2, max_tokens=4))
+
+    async def run(
+        requests: Sequence[PreparedRequest],
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        assert all(child.is_search_step for each in requests for child in each.children)
+        raise error
+        yield
+
+    told: list[RequestRecord] = []
+    with pytest.raises(type(error)):
+        asyncio.run(beam_outputs([request], run, map(str, itertools.count()), told.extend))
+    assert [record.request_id for record in told] == ["mine#0", "mine#1"]
+    assert {record.finish_reason for record in told} == {reason}
+    assert not any(record.request.is_search_step or record.token_ids for record in told)
 
 
 @pytest.mark.parametrize(

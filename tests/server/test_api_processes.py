@@ -49,6 +49,7 @@ def subject(
     subject = start_subject(
         *(tiny_model, tmp_path_factory.mktemp("flags"), *TWO, "-dp", "2", *LORA),
         *("--admin-api-key", "admin-key", "--allowed-lora-paths", str(folder)),
+        "--enable-log-requests",
     )
     with subject.server:
         yield subject
@@ -151,6 +152,30 @@ def test_all_processes_show_the_requests_of_all(subject: Subject, server: Server
     answers = Streams(server).run([{**GREEDY, "seed": seed_of(Fault.WAIT, 3)}] * 6, look)
     assert all(answer == answers[0] and answer.num_ends == 1 for answer in answers)
     eventually(server.is_idle)
+
+
+def test_a_beam_search_is_logged_and_counted_by_its_completions(server: ServerProcess) -> None:
+    names = [
+        "penstock:request_success_total",
+        "penstock:e2e_request_latency_seconds_count",
+        "penstock:time_to_first_token_seconds_count",
+        "penstock:request_params_n_count",
+        "penstock:request_generation_tokens_sum",
+        "penstock:generation_tokens_total",
+    ]
+    before = [metric(server, name) for name in names]
+    body = {**GREEDY, "max_tokens": 5, "n": 3, "use_beam_search": True}
+    answer = server.post("/v1/completions", body, headers={"X-Request-Id": "found"})
+    assert answer.json()["usage"]["completion_tokens"] == 15
+    eventually(server.is_idle)
+    grown = [metric(server, name) - old for name, old in zip(names, before, strict=True)]
+    assert grown == [3, 3, 3, 1, 15, 1 + 4 * 3], "the tokens are those of the engine's work"
+    eventually(lambda: server.has_logged("#2 ended: "))
+    lines = [line for line in server.log if "Request cmpl-found" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert "finish_reason length, " in line
+        assert "num_prompt_tokens 4, num_cached_tokens 0, num_output_tokens 5, " in line
 
 
 def test_stored_responses_and_adapters_are_those_of_all(

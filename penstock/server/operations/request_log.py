@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.engine.observer import Observer, RequestRecord
@@ -19,6 +19,14 @@ class RequestLog(Observer):
         self._name_of_key = name_of_key
 
     def on_finish(self, record: RequestRecord) -> None:
+        if not record.request.is_search_step:
+            self._log(record)
+
+    def on_search(self, records: Sequence[RequestRecord]) -> None:
+        for record in records:
+            self._log(record)
+
+    def _log(self, record: RequestRecord) -> None:
         fields = self.fields_of(record)
         told = [f"{name} {value}" for name, value in fields.items() if name != "request_id"]
         logger.info(

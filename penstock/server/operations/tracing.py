@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -122,10 +122,18 @@ class RequestSpans(Observer):
         self._parents: dict[str, contexts.Context] = {}  # by request id
 
     def on_submit(self, record: RequestRecord) -> None:
-        self._parents[record.request_id] = contexts.get_current()
+        if not record.request.is_search_step:
+            self._parents[record.request_id] = contexts.get_current()
 
     def on_finish(self, record: RequestRecord) -> None:
-        parent = self._parents.pop(record.request_id, None)
+        if not record.request.is_search_step:
+            self._trace(record, self._parents.pop(record.request_id, None))
+
+    def on_search(self, records: Sequence[RequestRecord]) -> None:
+        for record in records:
+            self._trace(record, contexts.get_current())
+
+    def _trace(self, record: RequestRecord, parent: contexts.Context | None) -> None:
         assert record.finished_at is not None
         assert record.finish_reason is not None
         since_boot_ns = time.time_ns() - time.monotonic_ns()

@@ -11,7 +11,7 @@ from penstock.config import EngineConfig
 from penstock.engine.client import ReplicaStatus
 from penstock.engine.ledger import DeltaStream, Ledger
 from penstock.engine.messages import EngineInfo
-from penstock.engine.observer import Observer
+from penstock.engine.observer import Observer, RequestRecord
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
@@ -134,6 +134,10 @@ class ParentClient:
             self.ledger.retire(record, reason)
         if known:
             self._channel.send(FinishRequests([item.request_id for item in known], reason))
+
+    def report_search(self, records: Sequence[RequestRecord]) -> None:
+        self.ledger.report_search(records)
+        self._channel.tell("report_search", records)
 
     def fail_all(self, error: Exception) -> None:
         """Fail all requests of this process now. Their streams raise `error`."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from penstock.config import EngineConfig
 from penstock.config.lora_modules import LoRAModule
 from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.observer import RequestRecord
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError, InputError
 from penstock.protocol.request import EngineRequest
@@ -227,6 +228,9 @@ class ApiLink:
 
     async def render_metrics(self) -> bytes:
         return self._metrics.render()
+
+    def report_search(self, records: list[RequestRecord]) -> None:
+        self._parent.client.report_search(records)
 
     def count_exchange(self, exchange: HttpExchange) -> None:
         self._metrics.http.on_exchange(exchange)
