@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.config.api_keys import ApiKey, parse_api_keys
 from penstock.config.lora_modules import AdapterPlaces, parse_lora_module
 from penstock.config.options import coerce, option, options_of, require
 from penstock.protocol.errors import ConfigError
@@ -28,12 +29,14 @@ class ServerConfig:
         "warning", "Minimum log level of uvicorn, which serves HTTP."
     )
     api_key: list[str] = option(
-        [], "API keys. Clients must send one of them; default: no authentication."
+        [],
+        "API keys, as KEY or NAME=KEY. Clients must send one of them, without the name, which the "
+        "request log shows; default: no authentication.",
     )
     admin_api_key: list[str] = option(
         [],
-        "API keys for admin routes such as /reset_prefix_cache; they are valid for all other "
-        "routes too. Default: admin routes require what other routes require.",
+        "API keys for admin routes such as /reset_prefix_cache, as KEY or NAME=KEY; they are valid "
+        "for all other routes too. Default: admin routes require what other routes require.",
     )
     share_prefix_cache: bool = option(
         False,
@@ -235,9 +238,7 @@ class ServerConfig:
             self, "request_timeout_s", "request_read_timeout_s", "slow_reader_timeout_s",
             "tool_call_timeout_s", "stream_keep_alive_s", above=0,
         )  # fmt: skip
-        for name in ("api_key", "admin_api_key"):
-            if not all(getattr(self, name)):
-                raise ConfigError(f"{name} must not be empty")
+        _ = self.client_keys, self.admin_keys  # raises if one is invalid
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         self._check_adapters()
@@ -250,6 +251,14 @@ class ServerConfig:
         if AdapterPlaces.parse("lora_resolver", self.lora_resolver).pypi_patterns:
             raise ConfigError("lora_resolver takes folders or hub:PATTERN, got pypi:")
         AdapterPlaces.parse("allowed_lora_paths", self.allowed_lora_paths)
+
+    @property
+    def client_keys(self) -> list[ApiKey]:
+        return parse_api_keys("api_key", self.api_key, "key")
+
+    @property
+    def admin_keys(self) -> list[ApiKey]:
+        return parse_api_keys("admin_api_key", self.admin_api_key, "admin")
 
     @property
     def updates_adapters(self) -> bool:

@@ -100,15 +100,12 @@ def build_app(service: Service, shared: Shared) -> FastAPI:
     if service.adapters is not None:
         app.add_middleware(AdapterHolds)
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
+    admins, ring = KeyRing(config.admin_keys), KeyRing(config.client_keys + config.admin_keys)
     if config.admin_api_key:
-        app.add_middleware(
-            KeyGuard, keys=config.admin_api_key, needs_key=is_admin_path, refusal=ADMIN_REFUSAL
-        )
-    keys = [*config.api_key, *config.admin_api_key]
+        app.add_middleware(KeyGuard, keys=admins, needs_key=is_admin_path, refusal=ADMIN_REFUSAL)
     if config.api_key:
-        app.add_middleware(KeyGuard, keys=keys, needs_key=is_private_path, refusal=REFUSAL)
-    ring = KeyRing(keys, num_clients=len(config.api_key))
-    if keys:
+        app.add_middleware(KeyGuard, keys=ring, needs_key=is_private_path, refusal=REFUSAL)
+    if config.api_key or config.admin_api_key:
         app.add_middleware(TenantLabel, keys=ring)
     if config.enable_log_requests:
         service.client.observers.append(RequestLog(ring.name_of))

@@ -7,9 +7,11 @@ import logging
 
 import pytest
 
+from penstock.config import ServerConfig
 from penstock.engine.observer import RequestRecord
 from penstock.observability.logs import JsonFormatter
 from penstock.protocol.delta import FinishReason
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.http.access import KeyRing
@@ -62,16 +64,34 @@ def test_a_request_without_a_token_and_a_key_has_neither(caplog: pytest.LogCaptu
     assert line["ttft_ms"] is None
 
 
-def test_keys_are_named_by_their_place() -> None:
-    keys = ["anna", "bert", "root"]
-    ring = KeyRing(keys, num_clients=2)
+def test_keys_have_names_or_are_named_by_their_place() -> None:
+    padded = "c2VjcmV0IG9mIGJlcnQ="
+    config = ServerConfig(api_key=["carl=a=b", padded, "third"], admin_api_key=["root", "dora=d"])
+    ring = KeyRing(config.client_keys + config.admin_keys)
 
     def name(key: str) -> str:
         headers = [(b"authorization", f"Bearer {key}".encode())]
         return ring.name_of(ring.owner({"type": "http", "headers": headers})[:16])
 
-    assert [name(key) for key in keys] == ["key1", "key2", "admin1"]
-    assert name("carl") == ""
+    keys = ["a=b", padded, "third", "root", "d"]
+    assert [name(key) for key in keys] == ["carl", "key2", "key3", "admin1", "dora"]
+    assert name("carl=a=b") == name("carl") == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("", "number 2 must not be empty"),
+        ("anna=", "nothing follows the ="),
+        ("anna==", "nothing follows the ="),
+        ("=secret", "must be NAME=KEY"),
+        ("a\nb=secret", "must be NAME=KEY"),
+    ],
+)
+def test_a_key_that_cannot_be_meant_is_refused_and_not_shown(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ServerConfig(api_key=["first", key])
+    assert "secret" not in str(caught.value)
 
 
 def test_an_access_log_line_stays_one_line(caplog: pytest.LogCaptureFixture) -> None:

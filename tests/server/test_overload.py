@@ -44,7 +44,7 @@ def strict(serve_module: ServeModule) -> ServerProcess:
 def shared(serve_module: ServeModule) -> ServerProcess:
     """A server whose keys take turns, one request at a time."""
     return serve_module(
-        *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
+        *("--api-key", "anna=key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
         *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
         *("--access-log", "--log-level", "debug", "--max-connections", "40"),
         "--enable-log-requests",
@@ -238,7 +238,7 @@ def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
     shared.stop()
     log = "".join(shared.log)
     assert "POST /v1/completions 429, " in log, "the access log has every request"
-    assert re.search(r"Request \S+ ended: key key1, finish_reason length, engine 0, ", log)
+    assert re.search(r"Request \S+ ended: key anna, finish_reason length, engine 0, ", log)
     assert "key-of" not in log, "and no log has a key"
 
 

@@ -12,6 +12,7 @@ import pytest
 from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
+from penstock.config.api_keys import parse_api_keys
 from penstock.server.http.access import KeyRing
 
 KEYS = ("key-of-anna", "key-of-bert")
@@ -96,6 +97,8 @@ def test_a_restarted_engine_keeps_keys_apart(two_keys: ServerProcess) -> None:
 
 def test_an_owner_tells_nothing_about_its_key() -> None:
     scope: Any = {"type": "http", "headers": [(b"x-api-key", b"weak")]}
-    ring, other = KeyRing(["weak", "strong"]), KeyRing(["weak"])
+    ring, other = (
+        KeyRing(parse_api_keys("api_key", keys, "key")) for keys in (["weak", "strong"], ["weak"])
+    )
     assert ring.owner(scope) == ring.owner(scope) != ""
     assert ring.owner(scope) != other.owner(scope), "a guess could be checked against it"

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.config.api_keys import ApiKey
 from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import error_response
 
@@ -56,18 +57,16 @@ def is_private_path(path: str) -> bool:
 class KeyRing:
     """The server's keys."""
 
-    def __init__(self, keys: Sequence[str], num_clients: int | None = None) -> None:
-        """`num_clients`: how many of the keys are clients'; the others are admins'."""
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._secret = secrets.token_bytes(32)
-        self._digests = [self._digest(key.encode()) for key in keys]
-        self._num_clients = len(keys) if num_clients is None else num_clients
+        self._digests = [self._digest(item.key.encode()) for item in keys]
+        self._names = [item.name for item in keys]
 
     def name_of(self, label: str) -> str:
-        """The name of the key of a tenant, by its label: key1 is the first of --api-key."""
-        for index, digest in enumerate(self._digests):
+        """The name of the key of a tenant, by its label, or empty."""
+        for digest, name in zip(self._digests, self._names, strict=True):
             if label and digest.hex().startswith(label):
-                is_admin = index >= self._num_clients
-                return f"admin{index - self._num_clients + 1}" if is_admin else f"key{index + 1}"
+                return name
         return ""
 
     def owner(self, scope: Scope) -> str:
@@ -90,10 +89,10 @@ class KeyGuard(HttpMiddleware):
     """Requires one of `keys` on paths for which `needs_key` is true."""
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], needs_key: Callable[[str], bool], refusal: str
+        self, app: ASGIApp, keys: KeyRing, needs_key: Callable[[str], bool], refusal: str
     ) -> None:
         super().__init__(app)
-        self._keys = KeyRing(keys)
+        self._keys = keys
         self._needs_key = needs_key
         self._refusal = refusal
 
