@@ -107,15 +107,18 @@ def zsh(commands: list[Completed]) -> str:
     cases = []
     for command in commands:
         path = " ".join(command.words)
-        if command.subcommands:
-            shown = " ".join(_zsh_word(name, text) for name, text in command.subcommands.items())
-            cases.append(f"    '{path}') local -a found=({shown}); _describe command found ;;")
-            continue
         specs = [
             shlex.quote(f"{name}[{_zsh_text(flag.help)}]" + _zsh_value(flag))
             for flag in command.flags
             for name in flag.names
         ]
+        if command.subcommands:
+            shown = " ".join(_zsh_word(name, text) for name, text in command.subcommands.items())
+            cases.append(
+                f"    '{path}') if [[ $words[CURRENT] == -* ]]; then _arguments {' '.join(specs)}; "
+                f"else local -a found=({shown}); _describe command found; fi ;;"
+            )
+            continue
         first = f"'1:value:({' '.join(command.values)})' " if command.values else ""
         specs = [*specs, f"{first}'*:file:_files'"]
         cases.append(f"    '{path}') _arguments -S {' '.join(specs)} ;;")

@@ -35,22 +35,65 @@ def offered(script: Path, *words: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["se"], ["serve"]),
-        (["bench", "st"], ["startup"]),
-        (["serve", "--dty"], ["--dtype"]),
-        (["serve", "--dtype", "bfl"], ["bfloat16"]),
-        (["bench", "serve", "--dataset-n"], ["--dataset-name"]),
-        (["completion", "z"], ["zsh"]),
-        (["--ver"], ["--version"]),
-    ],
-)
-def test_bash_offers_commands_flags_and_values(
-    scripts: dict[str, Path], words: list[str], found: list[str]
+COMPLETIONS = {  # what is typed, and the only word that it can become
+    "penstock se": "serve",
+    "penstock bench st": "startup",
+    "penstock serve --dty": "--dtype",
+    "penstock serve --dtype bfl": "bfloat16",
+    "penstock bench serve --dataset-n": "--dataset-name",
+    "penstock completion z": "zsh",
+    "penstock --ver": "--version",
+}
+ZSHRC = """\
+autoload -Uz compinit && compinit -D -u
+source "$SCRIPT"
+show() { print -r -- "<<$BUFFER>>"; BUFFER="" }
+zle -N show
+bindkey '^X' show
+PROMPT='ready> '
+"""
+ZSH_DRIVER = """\
+zmodload zsh/zpty
+zpty shell zsh -o NO_GLOBAL_RCS -i
+zpty -r shell line '*ready> *'
+for typed; do
+  zpty -n -w shell "$typed"$'\\t\\x18'
+  zpty -r shell line '*<<*>>*'
+  print -r -- "${${line##*<<}%%>>*}"
+done
+zpty -d shell
+"""
+
+
+@pytest.mark.parametrize("typed", COMPLETIONS)
+def test_bash_offers_commands_flags_and_values(scripts: dict[str, Path], typed: str) -> None:
+    assert offered(scripts["bash"], *typed.split()) == [COMPLETIONS[typed]]
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="needs zsh")
+def test_zsh_completes_commands_flags_and_values(
+    scripts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert offered(scripts["bash"], "penstock", *words) == found
+    (tmp_path / ".zshrc").write_text(ZSHRC)
+    monkeypatch.setenv("ZDOTDIR", str(tmp_path))
+    monkeypatch.setenv("SCRIPT", str(scripts["zsh"]))
+    done = subprocess.run(
+        ["zsh", "-f", "-c", ZSH_DRIVER, "-", *COMPLETIONS],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    lines = [" ".join([*typed.split()[:-1], word]) for typed, word in COMPLETIONS.items()]
+    assert [line.rstrip() for line in done.stdout.splitlines()] == lines
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="needs fish")
+def test_fish_offers_commands_flags_and_values(scripts: dict[str, Path]) -> None:
+    code = "source $argv[1]; for typed in $argv[2..]; complete -C $typed; end"
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", code, scripts["fish"], *COMPLETIONS],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    found = [line.partition("\t")[0] for line in done.stdout.splitlines()]
+    assert found == list(COMPLETIONS.values())
 
 
 def test_bash_offers_files_where_nothing_else_fits(
