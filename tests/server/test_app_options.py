@@ -8,6 +8,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from server_process import ServerProcess
+from waiting import eventually
 
 from penstock.protocol.errors import ConfigError
 from penstock.server.http.plugged import add_middleware
@@ -38,10 +39,11 @@ def test_a_server_is_made_as_its_options_say(
     serve_tiny: Callable[..., ServerProcess],
 ) -> None:
     server = serve_tiny(
-        *("--disable-fastapi-docs", "--response-role", "model"),
+        *("--disable-fastapi-docs", "--response-role", "model", "--uvicorn-log-level", "info"),
         *("--middleware", "middleware_samples:marking", "--chat-template-content-format", "openai"),
         env={"PYTHONPATH": __file__.rpartition("/")[0]},
     )
+    eventually(lambda: server.has_logged("uvicorn.error: Started server process"))
     assert server.get("/docs").status_code == server.get("/openapi.json").status_code == 404
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     answer = server.post("/v1/chat/completions", body)

@@ -240,6 +240,7 @@ def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
     assert "POST /v1/completions 429, " in log, "the access log has every request"
     assert re.search(r"Request \S+ ended: key anna, finish_reason length, engine 0, ", log)
     assert "key-of" not in log, "and no log has a key"
+    assert "Started server process" not in log, "uvicorn has a level of its own"
 
 
 def test_a_request_that_waits_too_long_is_a_429(serve_tiny: Callable[..., ServerProcess]) -> None:
