@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from penstock.cli.remote import RemoteModel
     from penstock.llm import LLM
 
+DEFAULT_MAX_TOKENS = 128  # of the completion of a prompt
+
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``MODEL`` as a positional argument, for commands that have no other one."""
@@ -37,6 +39,16 @@ def take_model_argument(args: argparse.Namespace) -> None:
             f"the last value of {args.flag_of_several} may be one of several, or the model: give "
             "the model before it, or as --model"
         )
+
+
+def add_prompts_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``PROMPT...``, which `read_prompts` reads."""
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="Text to complete; - reads it from standard input, as does no PROMPT at all.",
+    )
 
 
 def read_prompts(arguments: list[str]) -> list[str]:

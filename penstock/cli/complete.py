@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.cli.common import add_remote_arguments, open_remote, read_prompts
+from penstock.cli.common import (
+    DEFAULT_MAX_TOKENS,
+    add_prompts_argument,
+    add_remote_arguments,
+    open_remote,
+    read_prompts,
+)
 from penstock.config.cli import add_sampling_arguments, sampling_options_from_args
 from penstock.protocol.errors import InputError
 
-DEFAULT_MAX_TOKENS = 128
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="Text to complete; - reads it from standard input, as does no PROMPT at all.",
-    )
+    add_prompts_argument(parser)
     parser.add_argument(
         "-q", "--quick", metavar="PROMPT", help="The same as PROMPT, as in vLLM's command."
     )

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import check, open_llm, read_prompts, text_options
+from penstock.cli.common import (
+    DEFAULT_MAX_TOKENS,
+    add_prompts_argument,
+    check,
+    open_llm,
+    read_prompts,
+    text_options,
+)
 from penstock.config.cli import add_engine_arguments, add_sampling_arguments, override
 from penstock.protocol.sampling import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
 
-DEFAULT_MAX_TOKENS = 128
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="Text to complete; - reads it from standard input, as does no PROMPT at all.",
-    )
+    add_prompts_argument(parser)
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
 

@@ -23,6 +23,7 @@ from penstock.engine.heap import return_large_blocks
 from penstock.engine.outputs import start_engine
 from penstock.protocol.errors import ConfigError
 from penstock.server.http.sockets import listening_socket
+from penstock.server.outside import connect_outside
 from penstock.server.serving import StopRequest, serve_http
 
 if TYPE_CHECKING:
@@ -68,16 +69,7 @@ async def start(
     """Load the model in the engine, and the frontend meanwhile. Returns the service."""
     if not config.lora.enable_lora:
         refuse_adapters(server_config)
-    tracing = None
-    if server_config.otlp_traces_endpoint is not None:
-        from penstock.server.operations.tracing import connect_collector
-
-        tracing = connect_collector(server_config.otlp_traces_endpoint)
-    tool_servers = None
-    if server_config.tool_server:
-        from penstock.server.responses.tool_servers import connect_tool_servers
-
-        tool_servers = await connect_tool_servers(server_config)
+    tracing, tool_servers = await connect_outside(server_config)
     config, source, frontend = await start_engine(
         client,
         config,

@@ -18,6 +18,7 @@ from penstock.config import EngineConfig
 from penstock.engine.heap import return_large_blocks
 from penstock.engine.process import PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 from penstock.protocol.errors import EngineDeadError, PenstockError
+from penstock.server.outside import connect_outside
 from penstock.server.processes.channel import Channel, DeltaBatch, Failed, Message, Problem
 from penstock.server.processes.client import ParentClient
 from penstock.server.processes.common import ParentAdapters, ParentStore
@@ -105,16 +106,7 @@ class ApiProcess:
         logs = hello.config.observability
         setup_logging(logs.log_level, logs.log_format)
         server_config = hello.server_config
-        tracing = None
-        if server_config.otlp_traces_endpoint is not None:
-            from penstock.server.operations.tracing import connect_collector
-
-            tracing = connect_collector(server_config.otlp_traces_endpoint)
-        tool_servers = None
-        if server_config.tool_server:
-            from penstock.server.responses.tool_servers import connect_tool_servers
-
-            tool_servers = await connect_tool_servers(server_config)
+        tracing, tool_servers = await connect_outside(server_config)
         version = hello.version
         frontend, source = await asyncio.to_thread(_load_frontend, version)
         import penstock.server.app  # noqa: F401  # while the engines load
