@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm, Norm, RMSNorm
-from penstock.layers.rotary import MRotary, Rotary
 from penstock.layers.sublayers import GatedMLP
 from penstock.layers.vision import (
     Arrangement,
@@ -26,9 +25,8 @@ from penstock.layers.vision import (
 from penstock.models.config import DecoderConfig, check_fixed, read_float, read_int
 from penstock.models.glm4 import Glm4ForCausalLM
 from penstock.models.glm4_moe import Glm4MoeForCausalLM
-from penstock.models.qwen2_vl import Grids, QwenTower, mrope_positions
-from penstock.models.vision import Positions, VisionModel, load_tower, vision_settings
-from penstock.protocol.media import MediaItem, Modality
+from penstock.models.qwen2_vl import Grids, MRopeModel, QwenTower
+from penstock.models.vision import load_tower, vision_settings
 
 
 class Glm4vMerger(GatedMLP):
@@ -110,23 +108,13 @@ class Glm4vTower(QwenTower):
         return found[0, :, :, 0].T
 
 
-class Glm4vModel(VisionModel):
+class Glm4vModel(MRopeModel):
     """What the dense model and the one with experts share."""
-
-    rotary_class: ClassVar[type[Rotary]] = MRotary
-    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
-    uses_mrope = True
-    tower_prefix = "visual"
-    renamed = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__(build, config)  # type: ignore[call-arg]
         raw = vision_settings(config.raw)
-        self.merge = read_int(raw, "spatial_merge_size", 2)
         load_tower(self, build, lambda own: Glm4vTower(own, raw, config.hidden_size))  # type: ignore[arg-type]
-
-    def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
-        return mrope_positions(num_tokens, items, self.merge)
 
 
 class Glm4vForConditionalGeneration(Glm4vModel, Glm4ForCausalLM):

@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm, Norm, RMSNorm
-from penstock.layers.rotary import MRotary
+from penstock.layers.rotary import MRotary, Rotary
 from penstock.layers.sublayers import GatedMLP
 from penstock.layers.vision import (
     Arrangement,
@@ -40,7 +40,7 @@ from penstock.models.vision import (
     vision_settings,
 )
 from penstock.protocol.errors import ModelError
-from penstock.protocol.media import MediaItem
+from penstock.protocol.media import MediaItem, Modality
 
 EPS = 1e-6
 Grid = tuple[int, int, int]  # patches of an item: time, height, width
@@ -285,16 +285,27 @@ def mrope_positions(
     return positions
 
 
-class Qwen2VLForConditionalGeneration(VisionModel, Qwen2ForCausalLM):
-    weights = Qwen2ForCausalLM.weights.renaming(
-        {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
-    )
-    rotary_class = MRotary
-    modalities = ("image", "video")
+class MRopeModel(VisionModel):
+    """A vision-language model whose positions are times, heights and widths."""
+
+    config: DecoderConfig
+    rotary_class: ClassVar[type[Rotary]] = MRotary
+    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
     uses_mrope = True
     tower_prefix = "visual"
-    tower_class: ClassVar[type[QwenTower]] = QwenTower
+    renamed: ClassVar = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
     counts_seconds: ClassVar[bool] = False  # positions of a video's frames are in time
+
+    def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
+        raw = vision_settings(self.config.raw)
+        merge = read_int(raw, "spatial_merge_size", 2)
+        per_second = read_int(raw, "tokens_per_second", 4) if self.counts_seconds else 0
+        return mrope_positions(num_tokens, items, merge, per_second)
+
+
+class Qwen2VLForConditionalGeneration(MRopeModel, Qwen2ForCausalLM):
+    weights = Qwen2ForCausalLM.weights.renaming(MRopeModel.renamed)
+    tower_class: ClassVar[type[QwenTower]] = QwenTower
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__(build, config)
@@ -302,14 +313,6 @@ class Qwen2VLForConditionalGeneration(VisionModel, Qwen2ForCausalLM):
 
     def make_tower(self, build: Build, raw: Mapping[str, Any]) -> VisionTower:
         return self.tower_class(build, raw, self.config.hidden_size)
-
-    def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
-        raw = vision_settings(self.config.raw)
-        merge = read_int(raw, "spatial_merge_size", 2)
-        per_second = 0
-        if self.counts_seconds:
-            per_second = read_int(raw, "tokens_per_second", 4)
-        return mrope_positions(num_tokens, items, merge, per_second)
 
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):

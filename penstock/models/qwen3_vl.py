@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,23 +16,16 @@ from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.layers.linear import column_linear, row_linear
 from penstock.layers.norm import LayerNorm
-from penstock.layers.rotary import MRotary, Rotary
 from penstock.layers.sublayers import Stream
 from penstock.layers.vision import Arrangement, Table, activation, plain_linear, share_of
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.experts import split_experts
-from penstock.models.qwen2_vl import EPS, Grids, QwenTower, mrope_positions
+from penstock.models.qwen2_vl import EPS, Grids, MRopeModel, QwenTower
 from penstock.models.qwen3 import Qwen3ForCausalLM
 from penstock.models.qwen3_moe import Qwen3MoeForCausalLM
-from penstock.models.vision import (
-    Positions,
-    VisionModel,
-    load_tower,
-    vision_settings,
-)
+from penstock.models.vision import load_tower, vision_settings
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.protocol.media import MediaItem, Modality
 
 
 class Qwen3VisionMLP(nn.Module):
@@ -120,14 +113,8 @@ class Qwen3Tower(QwenTower):
         return total
 
 
-class Qwen3VLModel(VisionModel):
+class Qwen3VLModel(MRopeModel):
     """What the dense model and the one with experts share."""
-
-    rotary_class: ClassVar[type[Rotary]] = MRotary
-    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
-    uses_mrope = True
-    tower_prefix = "visual"
-    renamed = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__(build, config)  # type: ignore[call-arg]
@@ -139,7 +126,6 @@ class Qwen3VLModel(VisionModel):
                 f"{config.num_layers} layers, got {indexes!r:.80}"
             )
         self.num_levels = 1 + len(indexes)
-        self.merge = read_int(raw, "spatial_merge_size", 2)
         load_tower(self, build, lambda own: Qwen3Tower(own, raw, config.hidden_size))  # type: ignore[arg-type]
         if not self.media_width or not build.mesh.is_first_stage:
             return
@@ -153,9 +139,6 @@ class Qwen3VLModel(VisionModel):
         for index in range(len(indexes)):
             layer = self.model.layers[index]  # type: ignore[attr-defined]
             layer.register_forward_hook(partial(_add_level, index + 1))
-
-    def rope_positions(self, num_tokens: int, items: Sequence[MediaItem]) -> Positions:
-        return mrope_positions(num_tokens, items, self.merge)
 
 
 def _add_level(level: int, layer: nn.Module, inputs: object, output: Stream) -> None:
