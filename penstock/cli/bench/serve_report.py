@@ -25,33 +25,24 @@ def summarize(
 ) -> dict[str, Any]:
     """Compute all numbers of a run. Rates count completed requests over the whole run."""
     done = [record for record in result.records if record.error is None]
-    delays = [record.sent - record.due for record in result.records]
     elapsed = result.ended - result.started
-    num_input = sum(record.num_input_tokens or 0 for record in done)
     num_output = sum(record.num_output_tokens for record in done)
-    summary = _outcome(result, done) | {
-        "token_counts": _source_of_counts(done),
-        "total_input_tokens": num_input,
-        "total_cached_tokens": sum(record.num_cached_tokens or 0 for record in done),
-        "total_output_tokens": num_output,
-        "request_throughput": len(done) / elapsed,
-        "output_throughput": num_output / elapsed,
-        "total_token_throughput": (num_input + num_output) / elapsed,
-    }
+    summary = _of_all_kinds(result, done, goals_ms, percentiles)
     if result.drafts is not None and result.drafts.num_drafts:
         summary |= summarize_drafts(**asdict(result.drafts))
-    summary |= _goodput(result, done, goals_ms)
-    summary |= {
+    return summary | {
+        "token_counts": _source_of_counts(done),
+        "total_cached_tokens": sum(record.num_cached_tokens or 0 for record in done),
+        "total_output_tokens": num_output,
+        "output_throughput": num_output / elapsed,
+        "total_token_throughput": (summary["total_input_tokens"] + num_output) / elapsed,
         "ttft_ms": spread_ms([record.ttft for record in done], percentiles),
         "tpot_ms": spread_ms(
             [record.tpot for record in done if record.tpot is not None], percentiles
         ),
         "itl_ms": spread_ms([itl for record in done for itl in record.itls], percentiles),
-        "e2el_ms": spread_ms([record.e2e for record in done], percentiles),
-        "start_delay_ms": spread_ms(delays, percentiles),
         "requests": [_row(record, result.started) for record in result.records],
     }
-    return summary
 
 
 def summarize_embeddings(
@@ -61,32 +52,33 @@ def summarize_embeddings(
 ) -> dict[str, Any]:
     """Compute the numbers of a run in which each request is one text and each answer a vector."""
     done = [record for record in result.records if record.error is None]
-    delays = [record.sent - record.due for record in result.records]
+    summary = _of_all_kinds(result, done, goals_ms, percentiles)
+    return summary | {
+        "total_token_throughput": summary["total_input_tokens"] / summary["duration_s"],
+        "requests": [_embedding_row(record, result.started) for record in result.records],
+    }
+
+
+def _of_all_kinds(
+    result: LoadResult,
+    done: Sequence[StreamRecord],
+    goals_ms: Mapping[str, float],
+    percentiles: Sequence[float],
+) -> dict[str, Any]:
+    """The numbers that every run has."""
     elapsed = result.ended - result.started
-    num_input = sum(record.num_input_tokens or 0 for record in done)
-    return (
-        _outcome(result, done)
-        | {
-            "total_input_tokens": num_input,
-            "request_throughput": len(done) / elapsed,
-            "total_token_throughput": num_input / elapsed,
-        }
-        | _goodput(result, done, goals_ms)
-        | {
-            "e2el_ms": spread_ms([record.e2e for record in done], percentiles),
-            "start_delay_ms": spread_ms(delays, percentiles),
-            "requests": [_embedding_row(record, result.started) for record in result.records],
-        }
-    )
-
-
-def _outcome(result: LoadResult, done: Sequence[StreamRecord]) -> dict[str, Any]:
+    delays = [record.sent - record.due for record in result.records]
     return {
         "completed": len(done),
         "failed": len(result.records) - len(done),
         "errors": _grouped_errors(result.records),
-        "duration_s": result.ended - result.started,
+        "duration_s": elapsed,
         "max_concurrent_requests": result.max_in_flight,
+        "total_input_tokens": sum(record.num_input_tokens or 0 for record in done),
+        "request_throughput": len(done) / elapsed,
+        **_goodput(result, done, goals_ms),
+        "e2el_ms": spread_ms([record.e2e for record in done], percentiles),
+        "start_delay_ms": spread_ms(delays, percentiles),
     }
 
 
