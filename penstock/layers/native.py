@@ -69,7 +69,7 @@ class NativeMethod(LinearMethod):
         if x.dim() == 2:
             return layer.native.linear(x, bias)
         output = layer.native.linear(x.reshape(-1, x.shape[-1]), bias)  # of images, say
-        return output.unflatten(0, x.shape[:-1])
+        return output.reshape(*x.shape[:-1], output.shape[-1])
 
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         (matrix,) = layer.native.parts.values()
