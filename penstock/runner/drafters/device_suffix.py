@@ -53,7 +53,7 @@ class DeviceSuffixDrafter(Drafter):
     def add(self, slot: int, request: NewRequest) -> None:
         if request.sampling.speculative:
             self._salts[slot] = salt = salt_number(request.cache_salt)
-            self._slot_salts[slot] = salt
+            self._slot_salts[slot].fill_(salt)  # an assignment would wait for the device
 
     def remove(self, slot: int) -> None:
         salt = self._salts.pop(slot, None)
