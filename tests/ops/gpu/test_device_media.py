@@ -45,7 +45,7 @@ def take_device_path(runner: ModelRunner, vocab_size: int) -> None:
     encoder: Any = runner.media.encoder
     encoder._encode = EncoderGraphs(runner.media.model.tower, GraphPool(enabled=False)).encode
     tables = DeviceTables(4, 128, runner.tables.groups, CPU, 0)
-    runner.media = MediaStore(runner.media.model, tables, encoder)
+    runner.media = MediaStore(runner.media.model, tables, encoder, num_adapter_slots=0)
     steps = DeviceSteps(
         runner.model, vocab_size, tables, runner.memory, max_num_batched_tokens=64, num_drafts=0,
         capture_graphs=False, dtype=torch.float32, media=runner.media,
