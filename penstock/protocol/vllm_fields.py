@@ -15,11 +15,14 @@ import msgspec
 from penstock.protocol.errors import InputError
 
 
+_EMPTY = (False, "", [], {})
+
+
 class ForeignField(NamedTuple):
     """One of vLLM's fields. `text` is a clause: why it is not needed, or what to do instead."""
 
     text: str
-    neutral: tuple[object, ...] = ()  # values, besides empty ones, that ask for nothing
+    neutral: tuple[object, ...] = _EMPTY  # values, besides None, that ask for nothing
 
 
 _STRUCTURED = "use structured_outputs: {}"
@@ -41,7 +44,7 @@ NOT_NEEDED = {
 
 # Refused, with what to do instead, unless the value asks for nothing.
 NOT_SUPPORTED = {
-    "guided_json": ForeignField(_STRUCTURED.format('{"json": SCHEMA}')),
+    "guided_json": ForeignField(_STRUCTURED.format('{"json": SCHEMA}'), ()),  # {} is a schema
     "guided_regex": ForeignField(_STRUCTURED.format('{"regex": PATTERN}')),
     "guided_choice": ForeignField(_STRUCTURED.format('{"choice": [TEXT, ...]}')),
     "guided_grammar": ForeignField(_STRUCTURED.format('{"grammar": GRAMMAR}')),
@@ -62,17 +65,17 @@ NOT_SUPPORTED = {
     "return_prompt_text": ForeignField("use return_token_ids and /detokenize"),
     "return_token_offsets": ForeignField("use logprobs: completions return text_offset"),
     "return_assistant_tokens_mask": ForeignField("leave it out"),
-    "include_reasoning": ForeignField("leave reasoning items out of the output", (True,)),
+    "include_reasoning": ForeignField("leave reasoning items out of the output", (*_EMPTY, True)),
     "enable_response_messages": ForeignField("use return_token_ids of chat completions"),
     "previous_input_messages": ForeignField("use previous_response_id"),
-    "endianness": ForeignField("base64 output is little-endian", ("native", "little")),
-    "truncation_side": ForeignField("pairs are cut at the end", ("right",)),
+    "endianness": ForeignField("base64 output is little-endian", (*_EMPTY, "native", "little")),
+    "truncation_side": ForeignField("pairs are cut at the end", (*_EMPTY, "right")),
     "flat_logprobs": ForeignField("logprobs are a list with a dictionary per token"),
     "skip_reading_prefix_cache": ForeignField("give the prompt a cache_salt of its own"),
     "trace_decode_token_ids": ForeignField("leave it out"),
-    "best_of": ForeignField("use n", (1,)),
+    "best_of": ForeignField("use n", (*_EMPTY, 1)),
     "use_beam_search": ForeignField("use LLM.beam_search, or chat completions"),
-    "length_penalty": ForeignField("use BeamSearchParams, or chat completions", (1,)),
+    "length_penalty": ForeignField("use BeamSearchParams, or chat completions", (*_EMPTY, 1)),
     "truncate_prompt_tokens": ForeignField("cut the prompt's token IDs"),
     "step_tag_id": ForeignField("set pooler_config of the engine"),
     "returned_token_ids": ForeignField("set pooler_config of the engine"),
@@ -131,7 +134,7 @@ def leave_out_foreign_fields(given: Mapping[str, Any], owner: str) -> dict[str, 
     for name in given.keys() & (NOT_NEEDED.keys() | NOT_SUPPORTED.keys()):
         value = kept.pop(name)
         field = NOT_SUPPORTED.get(name)
-        if field is None or value in (None, False, "", [], {}) or value in field.neutral:
+        if field is None or value is None or value in field.neutral:
             continue
         text = BY_OWNER.get(owner, {}).get(name, field.text)
         raise InputError(f"{name} is not supported here: {text}", name)
