@@ -52,13 +52,16 @@ def take_media(
             if modality is None:
                 parts.append(part)
                 continue
-            content = _read(part, modality, f"messages[{index}].content[{at}]")
+            where = f"messages[{index}].content[{at}]"
+            content = _read(part, modality, where)
             if frontend.media is None:
+                if not content.where.startswith(where):  # it came in another API's form
+                    where = content.where
                 raise InputError(
-                    f"{content.where} is {NOUNS[modality]}, but this model takes text only, or its "
+                    f"{where} is {NOUNS[modality]}, but this model takes text only, or its "
                     "vision tower is not loaded (limit_mm_per_prompt, language_model_only): send "
                     "parts of type 'text'",
-                    content.where,
+                    where,
                 )
             token = frontend.media.token_of(modality, content.where)
             found.append(_with_options(content, options))
