@@ -6,6 +6,7 @@ number. Therefore the number may depend on the load and on measured times.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -184,8 +185,7 @@ class Speculation:
             self._num_drafts, self._steps_left = self._plain_drafts, 1
             return
         if self._leaves_choice:
-            seconds = self._seconds_per_row(num_running, 1)
-            self._least_rate = seconds * self._num_tokens / max(self._num_seconds, 1e-6)
+            self._least_rate = self._break_even(num_running)
             return
         rates = [self._rate_of(state) for state in running.in_order()[:MAX_SAMPLED]]
         rates = rates or [self._held / self._tried]
@@ -205,6 +205,18 @@ class Speculation:
         self._num_drafts = best if self._is_uniform else self._plain_drafts
         self._gain = most / plain
         self._least_rate = self._seconds_per_row(num_running, best) * most * num_running
+
+    def _break_even(self, num_running: int) -> float:
+        """The probability to hold at which a draft's row takes as long as its token saves.
+
+        A request that is ahead of the others saves its own rows. Steps that all take together
+        end with the slowest request, so it saves less of these the more others there are.
+        """
+        if not self._num_tokens:
+            return 0.0
+        row, token = self._seconds_per_row(num_running, 1), self._num_seconds / self._num_tokens
+        saved = row + max(token - row, 0.0) / math.sqrt(num_running)
+        return row / saved if saved else 0.0
 
     def _seconds_per_row(self, num_running: int, num_drafts: int) -> float:
         """What a draft adds to the time of a step to which requests bring `num_drafts`."""

@@ -12,7 +12,7 @@ from penstock.protocol.step import NewRequest
 from penstock.runner.drafter import DraftStep
 from penstock.runner.drafters.chances import ALONE, OWN, DraftChances, kind_of
 from penstock.runner.drafters.host import (
-    LONGEST_REST,
+    LONGEST_REST_IF_FEW_PAY,
     PATIENCE,
     Draft,
     HostDrafter,
@@ -134,9 +134,9 @@ def test_drafts_that_are_not_proposed_are_compared_with_what_comes() -> None:
     run = Run(Script([5]))
     for _ in range(30):
         assert run.step([3], least_chance=0.98) == 0
-    for _ in range(400):
+    for _ in range(1200):
         assert run.step([5], least_chance=0.98) == 0  # right, and does not pay
-    most = max(run.step([5], least_chance=0.9) for _ in range(LONGEST_REST + 1))
+    most = max(run.step([5], least_chance=0.9) for _ in range(LONGEST_REST_IF_FEW_PAY + 1))
     assert most == 1
 
 

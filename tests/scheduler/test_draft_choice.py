@@ -322,6 +322,22 @@ def test_a_drafter_that_knows_its_chances_is_told_what_a_draft_must_bring():
     assert world.speculation.num_to_verify(state) == 3  # the drafter left out what does not pay
 
 
+def test_among_many_requests_a_draft_must_hold_more_often_to_pay():
+    """Who is ahead waits for the others: the steps that all take together are not saved."""
+    least = []
+    for num_requests in (1, 4, 16):
+        world = World([0.9] * num_requests, cpu, 5, matches=1.0, drafts_have_chances=True)
+        world.run(200)
+        step = PlannedStep(1, 1 << 20)
+        world.speculation.plan(step, world.running)
+        row = world.speculation._seconds_per_row(num_requests, 1)
+        least.append((step.least_chance, row * world.run(100)))
+    assert least[0][0] == pytest.approx(least[0][1], rel=0.2)
+    for found, alone in least[1:]:
+        assert alone < found < 1
+    assert least[1][0] < least[2][0]
+
+
 def test_a_drafter_that_knows_its_chances_proposes_everything_if_nothing_adapts():
     engine = Engine(num_blocks=64, num_drafts=3, drafts_have_chances=True)
     engine.add(make_request("a", [2, 3], max_tokens=20, ignore_eos=True))

@@ -17,10 +17,12 @@ from penstock.runner.tables import RequestTables
 Draft = tuple[int, int]  # the token and its `kind_of`
 Path = list[Draft]  # drafts that follow each other
 MOST_CHANCE = 0.99  # of a draft
+FEW_PAY = 0.5  # few drafts do if they must hold with a higher probability
 OWN_WEIGHT = 8.0  # drafts after which a request's own acceptance counts as much as that of all
 OWN_DECAY = 0.9  # of a request's counts, per draft
 PATIENCE = 8  # searches in vain, after which a request is searched in every second step, then third
 LONGEST_REST = 3  # steps between two searches of a request
+LONGEST_REST_IF_FEW_PAY = 8
 
 
 @dataclass
@@ -40,9 +42,10 @@ class _Request:
         self.num_resting -= 1
         return self.num_resting >= 0
 
-    def count_search(self) -> None:
+    def count_search(self, least: float) -> None:
         self.num_in_vain = 0 if self.proposed else self.num_in_vain + 1
-        self.num_resting = min(self.num_in_vain // PATIENCE, LONGEST_REST)
+        longest = LONGEST_REST_IF_FEW_PAY if least > FEW_PAY else LONGEST_REST
+        self.num_resting = min(self.num_in_vain // PATIENCE, longest)
 
 
 class HostDrafter(Drafter):
@@ -156,7 +159,7 @@ class HostDrafter(Drafter):
                 request.proposed, most = looked_at[:count], gain
             if count == num_drafts:
                 break
-        request.count_search()
+        request.count_search(least)
         return [token for token, _ in request.proposed]
 
     def _learn(self, request: _Request, new: list[int]) -> None:
