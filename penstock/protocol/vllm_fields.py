@@ -14,7 +14,6 @@ import msgspec
 
 from penstock.protocol.errors import InputError
 
-
 _EMPTY = (False, "", [], {})
 
 
