@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.protocol.errors import InputError
 
-_EMPTY = (False, "", [], {})
+_EMPTY: tuple[object, ...] = (False, "", [], {})
 
 
 class ForeignField(NamedTuple):
