@@ -130,9 +130,10 @@ def leave_out_foreign_fields(given: Mapping[str, Any], owner: str) -> dict[str, 
     Raises `InputError` for one that is not supported, with what to do instead.
     """
     kept = dict(given)
-    for name in given.keys() & (NOT_NEEDED.keys() | NOT_SUPPORTED.keys()):
-        value = kept.pop(name)
+    for name, value in given.items():
         field = NOT_SUPPORTED.get(name)
+        if field or name in NOT_NEEDED:
+            del kept[name]
         if field is None or value is None or value in field.neutral:
             continue
         text = BY_OWNER.get(owner, {}).get(name, field.text)
