@@ -203,6 +203,7 @@ def test_patches_are_those_of_the_image_processor(shape: tuple[int, int]) -> Non
         assert (patches[index // 2, :, :, index % 2] - theirs).abs().max() < 2.5 / 255 / 0.2
 
 
+@pytest.mark.slow  # it needs torchvision, of which PyPI has no CPU build
 @pytest.mark.parametrize("shape", [(5, 60, 80), (4, 20, 500), (2, 333, 207)])
 def test_pixels_equal_those_of_transformers(shape: tuple[int, ...]) -> None:
     pytest.importorskip("torchvision")
