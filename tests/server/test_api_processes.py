@@ -72,9 +72,11 @@ def owner_of(server: ServerProcess, client: httpx.Client) -> int:
         port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
         ends = f":{server.port:04X} [0-9A-F]+:{port:04X} "
         table = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-        (line,) = [line for line in table.splitlines() if re.search(ends, line)]
-        wanted = f"socket:[{line.split()[9]}]"
-        (pid,) = [pid for pid in api_pids(server) if wanted in files_of(pid)]
+        # Old connections between the same ports are listed without a socket, and a connection may
+        # be listed twice if others come and go meanwhile.
+        lines = [line.split() for line in table.splitlines() if re.search(ends, line)]
+        (socket,) = {line[9] for line in lines} - {"0"}
+        (pid,) = [pid for pid in api_pids(server) if f"socket:[{socket}]" in files_of(pid)]
     return pid
 
 
