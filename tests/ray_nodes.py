@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,11 @@ from penstock.executor.nodes import free_port
 SETTINGS = {"health_check_period_ms": 1000, "health_check_initial_delay_ms": 0}
 PORTS = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agent_listen_port",
          "metrics_export_port")  # fmt: skip
+
+# Ray gives a node 30 seconds to start, by this clock.
+PATIENT = types.SimpleNamespace(
+    time=time.time, sleep=time.sleep, monotonic=lambda: time.monotonic() / 20
+)
 
 
 class RayNodes:
@@ -64,6 +71,7 @@ def ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
     folder = tempfile.mkdtemp(prefix="ray-")  # pytest's are too long for Ray's sockets
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_raylet_start_wait_time_s", "120")
+        patch.setattr("ray._private.node.time", PATIENT)
         patch.setenv("RAY_TMPDIR", folder)  # a user's cluster is noted below /tmp
         (Path(folder) / "ray").mkdir()
         head = {**node_options(), "_system_config": SETTINGS}
