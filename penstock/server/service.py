@@ -32,7 +32,7 @@ from penstock.server.http.routing import RANK_HEADER, current_route
 from penstock.text.frontend import Frontend, PreparedRequest
 
 if TYPE_CHECKING:
-    from penstock.server.adapters.registry import Adapters
+    from penstock.server.adapters.registry import ServedAdapters
     from penstock.server.operations.tracing import Tracing
     from penstock.server.responses.tool_servers import ToolServers
 
@@ -69,7 +69,7 @@ class Service:
         frontend: Frontend,
         tool_servers: ToolServers | None = None,
         fingerprint: str | None = None,
-        adapters: Adapters | None = None,
+        adapters: ServedAdapters | None = None,
         tracing: Tracing | None = None,
         engine_id_suffix: str = "",
     ) -> None:

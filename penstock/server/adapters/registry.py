@@ -53,7 +53,7 @@ class AdapterEngine(Protocol):
         """End the requests that run with this adapter."""
 
 
-class Adapters(Protocol):
+class ServedAdapters(Protocol):
     """The adapters as the server's requests see them. See `AdapterRegistry`."""
 
     @property

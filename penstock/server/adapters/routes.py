@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 
 from penstock.config.lora_modules import LoRAModule
 from penstock.protocol.errors import InputError
-from penstock.server.adapters.registry import Adapters
+from penstock.server.adapters.registry import ServedAdapters
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors
 from penstock.server.http.replies import unless_gone
@@ -76,7 +76,7 @@ async def unload_adapter(body: UnloadAdapterRequest, request: Request) -> Respon
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _registry(request: Request) -> Adapters:
+def _registry(request: Request) -> ServedAdapters:
     service: Service = request.app.state.service
     if service.adapters is None:
         raise InputError("this server has no LoRA adapters: start it with --enable-lora")

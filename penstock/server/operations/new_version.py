@@ -36,7 +36,7 @@ async def roll_to(service: Service, model: str, timeout_s: float) -> None:
 
 
 @dataclass(frozen=True)
-class Version:
+class ModelVersion:
     """A version of the model that is served."""
 
     config: EngineConfig
@@ -49,7 +49,7 @@ class Version:
         service.root = self.config.model.model
 
 
-def find_version(asked: EngineConfig, present: Frontend) -> Version:
+def find_version(asked: EngineConfig, present: Frontend) -> ModelVersion:
     """Find a version with the same tokenizer as the present one. Raises `InputError`."""
     from penstock.loading.speculators import find_model
 
@@ -76,4 +76,4 @@ def find_version(asked: EngineConfig, present: Frontend) -> Version:
             config.media, source, lambda: media_setup(source), present.media.width
         )
         frontend.media.on_lookup = present.media.on_lookup
-    return Version(config, frontend, system_fingerprint(config, source.fingerprint))
+    return ModelVersion(config, frontend, system_fingerprint(config, source.fingerprint))
