@@ -21,7 +21,7 @@ from penstock.cli.common import (
     open_remote,
     text_options,
 )
-from penstock.cli.remote import Message, Piece
+from penstock.cli.remote import AnswerDelta, Message
 from penstock.cli.terminal import join_quoted, notice, printing, read_lines
 from penstock.config.cli import add_engine_arguments, add_sampling_arguments, override
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
@@ -43,7 +43,7 @@ Ctrl-C stops an answer."""
 # Most models give gibberish at a temperature of 1.
 DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 
-Answers = Callable[[list[Message]], Generator[Piece, None, None]]
+Answers = Callable[[list[Message]], Generator[AnswerDelta, None, None]]
 """Streams the answer to a conversation. Closing the iterator early aborts it."""
 
 
@@ -84,11 +84,11 @@ def local_answers(llm: LLM, sampling: Mapping[str, Any]) -> Answers:
         own = override(own, DEFAULT_SAMPLING)
     params = override(own, {**sampling, "output_kind": OutputKind.DELTA})
 
-    def answers(messages: list[Message]) -> Generator[Piece, None, None]:
+    def answers(messages: list[Message]) -> Generator[AnswerDelta, None, None]:
         with contextlib.closing(llm.stream(messages, params)) as outputs:
             for output in outputs:
                 (completion,) = check(output).outputs
-                yield Piece(completion.text, len(completion.token_ids))
+                yield AnswerDelta(completion.text, len(completion.token_ids))
 
     return answers
 

@@ -19,7 +19,7 @@ class ServerRefusal(PenstockError):
     """The server refused a request, or there is none."""
 
 
-class Piece(NamedTuple):
+class AnswerDelta(NamedTuple):
     """Some more of an answer."""
 
     text: str
@@ -91,7 +91,7 @@ class RemoteModel:
         except (KeyError, IndexError, TypeError) as error:
             raise ServerRefusal(f"{url} names no model: give one as --model-name") from error
 
-    def chat(self, messages: list[Message]) -> Generator[Piece, None, None]:
+    def chat(self, messages: list[Message]) -> Generator[AnswerDelta, None, None]:
         """Stream the answer to a conversation."""
         usage = {"stream_options": {"include_usage": True}}
         for chunk in self._stream("chat/completions", {"messages": messages, **usage}):
@@ -99,18 +99,18 @@ class RemoteModel:
                 delta = choice.get("delta") or {}
                 reasoning = delta.get("reasoning") or delta.get("reasoning_content")
                 if reasoning:
-                    yield Piece(str(reasoning), is_reasoning=True)
+                    yield AnswerDelta(str(reasoning), is_reasoning=True)
                 if delta.get("content"):
-                    yield Piece(str(delta["content"]))
+                    yield AnswerDelta(str(delta["content"]))
             if chunk.get("usage"):
-                yield Piece("", int(chunk["usage"].get("completion_tokens") or 0))
+                yield AnswerDelta("", int(chunk["usage"].get("completion_tokens") or 0))
 
-    def complete(self, prompt: str) -> Iterator[Piece]:
+    def complete(self, prompt: str) -> Iterator[AnswerDelta]:
         """Stream the completion of a prompt."""
         for chunk in self._stream("completions", {"prompt": prompt}):
             for choice in chunk.get("choices") or ():
                 if choice.get("text"):
-                    yield Piece(str(choice["text"]))
+                    yield AnswerDelta(str(choice["text"]))
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         with open_url(f"{self._url}/{path}", {**self._options, **body}, self._api_key) as response:

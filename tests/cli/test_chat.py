@@ -12,7 +12,7 @@ import pytest
 
 from penstock.cli.attachments import attachment
 from penstock.cli.chat import Chat
-from penstock.cli.remote import Message, Piece
+from penstock.cli.remote import AnswerDelta, Message
 from penstock.cli.terminal import join_quoted
 from penstock.protocol.errors import InputError, RequestFault
 
@@ -26,7 +26,7 @@ class Script:
         self.num_yielded = 0
         self.closed = False
 
-    def __call__(self, prompt: list[Message], /) -> Generator[Piece, None, None]:
+    def __call__(self, prompt: list[Message], /) -> Generator[AnswerDelta, None, None]:
         self.asked.append(prompt)
         try:
             for piece in self.answers.pop(0):
@@ -34,7 +34,7 @@ class Script:
                     os.kill(os.getpid(), signal.SIGINT)
                     continue
                 self.num_yielded += 1
-                yield Piece(piece, 1)
+                yield AnswerDelta(piece, 1)
         finally:
             self.closed = True
 
@@ -136,12 +136,12 @@ class Refusing:
         self.asked: list[list[Message]] = []
         self.error = error
 
-    def __call__(self, prompt: list[Message], /) -> Generator[Piece, None, None]:
+    def __call__(self, prompt: list[Message], /) -> Generator[AnswerDelta, None, None]:
         self.asked.append(prompt)
         if len(self.asked) > 1:
-            yield Piece("fine", 1)
+            yield AnswerDelta("fine", 1)
         else:
-            yield Piece("half", 1)
+            yield AnswerDelta("half", 1)
             raise self.error
 
 
