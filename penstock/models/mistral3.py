@@ -17,7 +17,7 @@ from penstock.models.pixtral import Grid, PixtralTower
 from penstock.models.vision import Projector, VisionTower
 
 
-class PatchMerger(nn.Module):
+class Mistral3PatchMerger(nn.Module):
     def __init__(self, build: Build, size: int, merge: int) -> None:
         super().__init__()
         self.merging_layer = plain_linear(build, size * merge**2, size, bias=False)
@@ -28,7 +28,7 @@ class Mistral3Projector(Projector):
         super().__init__(build, size, hidden_size, {"multimodal_projector_bias": False, **raw})
         self.merge = read_int(raw, "spatial_merge_size", 2)
         self.norm = RMSNorm(build, size, read_float(raw, "rms_norm_eps", 1e-6))
-        self.patch_merger = PatchMerger(build, size, self.merge)
+        self.patch_merger = Mistral3PatchMerger(build, size, self.merge)
 
     def forward(self, squares: torch.Tensor) -> torch.Tensor:
         return super().forward(self.patch_merger.merging_layer(squares))
