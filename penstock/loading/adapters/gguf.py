@@ -29,7 +29,7 @@ _FLOAT32 = GGML_TYPES[0]
 _ENDINGS = (".lora_a", ".lora_b")
 
 
-class GgufWeights:
+class GgufAdapterWeights:
     """The tensors of a GGUF adapter. The file is read at once."""
 
     def __init__(self, file: BinaryIO, path: Path, model: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from penstock.layers.lora import AdapterWeights
 from penstock.loading.adapters.config import parse_config
 from penstock.loading.adapters.deltas import AdapterDeltas, DeltaReader
-from penstock.loading.adapters.gguf import GgufWeights
+from penstock.loading.adapters.gguf import GgufAdapterWeights
 from penstock.loading.adapters.places import Places
 from penstock.loading.adapters.serving import serving_weights
 from penstock.loading.adapters.source import CONFIG, find_files, open_inside, start_digest
@@ -56,9 +56,9 @@ def read_deltas(
                 f"this model ({limit}): raise --max-lora-rank, or check the file"
             )
         hashed = start_digest(files.config)
-        weights: SafetensorsWeights | GgufWeights
+        weights: SafetensorsWeights | GgufAdapterWeights
         if files.config is None:
-            weights = GgufWeights(file, files.weights, model)
+            weights = GgufAdapterWeights(file, files.weights, model)
             config = weights.config
         else:
             config = parse_config(files.config, files.weights.parent / CONFIG)
