@@ -21,7 +21,7 @@ from penstock.observability.declared import (
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Histogram(prometheus_client.Histogram):
+class BulkHistogram(prometheus_client.Histogram):
     """A histogram that can count the tokens of a whole step at once.
 
     It uses private attributes of the library, so the library's version is bounded.
@@ -33,7 +33,7 @@ class Histogram(prometheus_client.Histogram):
         self._buckets[bisect.bisect_left(self._upper_bounds, amount)].inc(count)
 
 
-Instrument = TypeVar("Instrument", Gauge, Counter, Histogram)
+Instrument = TypeVar("Instrument", Gauge, Counter, BulkHistogram)
 
 
 class WithoutCreated:
@@ -75,8 +75,8 @@ class Metrics:
     def counter(self, name: str, **labels: str) -> Counter:
         return self._find(Counter, name, labels)
 
-    def histogram(self, name: str, **labels: str) -> Histogram:
-        return self._find(Histogram, name, labels)
+    def histogram(self, name: str, **labels: str) -> BulkHistogram:
+        return self._find(BulkHistogram, name, labels)
 
     def show_info(self, name: str, value: float, engine: str, **labels: str) -> None:
         """Set an engine's gauge whose labels are the information, in place of its earlier ones."""
@@ -112,13 +112,13 @@ class Metrics:
         """Collect the values of all metrics."""
         return WithoutCreated(self._registry).collect()
 
-    def _make(self, item: Declared) -> Gauge | Counter | Histogram:
+    def _make(self, item: Declared) -> Gauge | Counter | BulkHistogram:
         name, labels = self._prefix + item.name, ("model_name", *item.labels)
         if item.kind == "gauge":
             return Gauge(name, item.help, labels, registry=self._registry)
         if item.kind == "counter":
             return Counter(name, item.help, labels, registry=self._registry)
-        return Histogram(name, item.help, labels, registry=self._registry, buckets=item.buckets)
+        return BulkHistogram(name, item.help, labels, registry=self._registry, buckets=item.buckets)
 
     def _find(self, kind: type[Instrument], name: str, labels: dict[str, str]) -> Instrument:
         instrument = self._instruments[name] if labels else self._plain[name]
