@@ -169,6 +169,6 @@ def _lora(linears: list[Linear]) -> library.DecoderLora:
     slots = []
     for linear in linears:
         assert isinstance(linear.adapter, LinearSlots), "every layer has adapter slots, or none"
-        assert isinstance(linear.adapter.slots, lora.LoraSlots), "the slots are the library's"
+        assert isinstance(linear.adapter.slots, lora.NativeLoraSlots), "the slots are the library's"
         slots.append(ctypes.addressof(linear.adapter.slots.struct))
     return library.DecoderLora(*slots)

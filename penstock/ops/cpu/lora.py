@@ -16,7 +16,7 @@ _library = library.loaded()
 _add_lora = _library.penstock_add_lora
 
 
-class LoraSlots(lora.LoraSlots):
+class NativeLoraSlots(lora.LoraSlots):
     """The slots of a linear layer, as the library takes them. It reads the tensors in place."""
 
     def __init__(self, num_slots: int, in_features: int, *sizes: Any) -> None:
@@ -74,7 +74,7 @@ class LoraSlots(lora.LoraSlots):
         )  # fmt: skip
 
 
-lora_slots = LoraSlots  # the op
+lora_slots = NativeLoraSlots  # the op
 
 
 def step_of(step: AdapterStep) -> library.AdapterStepStruct:

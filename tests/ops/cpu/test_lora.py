@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ops.cpu import library
-from penstock.ops.cpu.lora import LoraSlots
+from penstock.ops.cpu.lora import NativeLoraSlots
 from penstock.ops.lora import AdapterStep, PartUpdate, Update, adapter_step
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_every_row_gets_its_adapters_formula(
     has_vectors: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(len(slots))
-    layer = LoraSlots(4, in_features, part_rows, 64, dtype, CPU)
+    layer = NativeLoraSlots(4, in_features, part_rows, 64, dtype, CPU)
     updates: list[Update] = [
         random_update(generator, own, in_features, part_rows, dtype, has_vectors) for own in ranks
     ]
@@ -93,7 +93,7 @@ def test_every_row_gets_its_adapters_formula(
         wanted = expected_row(x[row], y[row], updates[slot], part_rows)
         torch.testing.assert_close(output[row].double(), wanted, rtol=1e-4, atol=1e-3)
         # The same bits where the row is alone, and its adapter in another slot.
-        single = LoraSlots(4, in_features, part_rows, 64, dtype, CPU)
+        single = NativeLoraSlots(4, in_features, part_rows, 64, dtype, CPU)
         single.place(0, updates[slot])
         assert torch.equal(single.add(x[row : row + 1], y[row : row + 1].clone(), alone)[0],
                            output[row])  # fmt: skip
@@ -106,7 +106,7 @@ def test_the_number_of_threads_changes_no_bit(
     loaded = library.load()
     assert loaded is not None
     part_rows = [300, 77]
-    layer = LoraSlots(2, 576, part_rows, 64, torch.float32, CPU)
+    layer = NativeLoraSlots(2, 576, part_rows, 64, torch.float32, CPU)
     for slot, ranks in enumerate(([16, 16], [0, 9])):
         layer.place(slot, random_update(generator, ranks, 576, part_rows))
     x = torch.randn(num_rows, 576, generator=generator)
@@ -122,7 +122,7 @@ def test_the_number_of_threads_changes_no_bit(
 
 
 def test_rows_may_lie_apart(isa: str, generator: torch.Generator) -> None:
-    layer = LoraSlots(1, 20, [9], 8, torch.float32, CPU)
+    layer = NativeLoraSlots(1, 20, [9], 8, torch.float32, CPU)
     layer.place(0, random_update(generator, [3], 20, [9]))
     wide_x = torch.randn(5, 40, generator=generator)
     wide_y = torch.randn(5, 30, generator=generator)
@@ -135,7 +135,7 @@ def test_rows_may_lie_apart(isa: str, generator: torch.Generator) -> None:
 
 
 def test_an_adapter_may_consist_of_vectors_alone(isa: str, generator: torch.Generator) -> None:
-    layer = LoraSlots(1, 20, [9], 8, torch.float32, CPU)
+    layer = NativeLoraSlots(1, 20, [9], 8, torch.float32, CPU)
     shift = torch.randn(9, generator=generator)
     nothing = PartUpdate(torch.empty(0, 20), torch.empty(0, 9), shift=shift)
     layer.place(0, [nothing])
@@ -146,7 +146,7 @@ def test_an_adapter_may_consist_of_vectors_alone(isa: str, generator: torch.Gene
 
 
 def test_rows_that_are_not_there_are_refused(isa: str) -> None:
-    layer = LoraSlots(1, 4, [4], 8, torch.float32, CPU)
+    layer = NativeLoraSlots(1, 4, [4], 8, torch.float32, CPU)
     x, y = torch.zeros(2, 4), torch.zeros(2, 4)
     slots = torch.zeros(2, dtype=torch.int32)
     starts = torch.tensor([0, 1], dtype=torch.int32)
@@ -159,7 +159,7 @@ def test_rows_that_are_not_there_are_refused(isa: str) -> None:
 
 
 def test_other_types_are_computed_by_the_reference(generator: torch.Generator) -> None:
-    layer = LoraSlots(1, 20, [9], 8, torch.float32, CPU)
+    layer = NativeLoraSlots(1, 20, [9], 8, torch.float32, CPU)
     layer.place(0, random_update(generator, [3], 20, [9]))
     x, y = torch.randn(2, 20, generator=generator), torch.randn(2, 9, generator=generator)
     step = adapter_step(np.array([0, -1]), 1)
