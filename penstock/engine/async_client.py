@@ -142,10 +142,7 @@ class AsyncEngineClient:
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         """End requests early. Ids of finished requests are ignored."""
-        known = [self.records[item] for item in request_ids if item in self.records]
-        for record in known:
-            self.ledger.retire(record, reason)
-        self.replicas.recall(known)
+        self.replicas.recall(self.ledger.end(request_ids, reason))
 
     def fail(self, request_ids: Sequence[str], error: Exception) -> None:
         """Fail these requests now. Their streams raise `error`."""

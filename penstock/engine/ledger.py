@@ -145,6 +145,13 @@ class Ledger:
         for observer in self.observers:
             observer.on_tokens(record, len(delta.token_ids), previous_at)
 
+    def end(self, request_ids: Iterable[str], reason: FinishReason) -> list[RequestRecord]:
+        """Remove requests that end early. Ids of finished requests are ignored."""
+        known = [self.records[item] for item in request_ids if item in self.records]
+        for record in known:
+            self.retire(record, reason)
+        return known
+
     def retire(self, record: RequestRecord, reason: FinishReason) -> None:
         """Remove a request that has ended."""
         del self.records[record.request_id]

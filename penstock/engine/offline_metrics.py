@@ -99,10 +99,7 @@ class OfflineMetrics:
 
     def end(self, request_ids: Collection[str], reason: FinishReason) -> None:
         """Requests ended early."""
-        for request_id in request_ids:
-            record = self._ledger.records.get(request_id)
-            if record is not None:
-                self._ledger.retire(record, reason)
+        self._ledger.end(request_ids, reason)
 
     def report_search(self, records: Sequence[RequestRecord]) -> None:
         """Beam searches ended."""

@@ -128,11 +128,7 @@ class ParentClient:
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         """End requests early. Ids of finished requests are ignored."""
-        records = self.ledger.records
-        known = [records[item] for item in request_ids if item in records]
-        for record in known:
-            self.ledger.retire(record, reason)
-        if known:
+        if known := self.ledger.end(request_ids, reason):
             self._channel.send(FinishRequests([item.request_id for item in known], reason))
 
     def report_search(self, records: Sequence[RequestRecord]) -> None:
