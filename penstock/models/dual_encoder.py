@@ -32,7 +32,7 @@ from penstock.models.vision import (
     vision_settings,
 )
 from penstock.models.vit import Vit
-from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.errors import ModelError
 from penstock.protocol.pooling import DualInputs
 
 OLD_CLIP_END = 2  # an eos_token_id that is in many config.json and was never used
@@ -139,12 +139,7 @@ class DualEncoder(VisionModel, Model):
 
     def __init__(self, build: Build, config: EncoderConfig) -> None:
         super().__init__()
-        if build.generates:
-            raise ConfigError(
-                "the model is a dual encoder, which has no next token to generate: use "
-                "--runner pooling, or leave --runner out"
-            )
-        config.check_shards(build.tp.size)
+        config.check_build(build, "a dual encoder")
         self.build, self.config = build, config
         self.vocab_size, self.hidden_size = config.vocab_size, self.embedding_size(config.raw)
         self.dual = self.inputs(config.raw)

@@ -79,6 +79,15 @@ class EncoderConfig(TransformerConfig):
             **cls.read_common(raw, max_position=512),
         )
 
+    def check_build(self, build: Build, kind: str) -> None:
+        """Refuse to generate, and a number of ranks that does not divide the model."""
+        if build.generates:
+            raise ConfigError(
+                f"the model is {kind}, which has no next token to generate: use --runner pooling, "
+                "or leave --runner out"
+            )
+        self.check_shards(build.tp.size)
+
 
 class EncoderMLP(nn.Module):
     """down(activation(up(x))); with a gate, down(activation(gate(x)) * up(x))."""
@@ -297,12 +306,7 @@ class EncoderModel(Model):
 
     def __init__(self, build: Build, config: EncoderConfig) -> None:
         super().__init__()
-        if build.generates:
-            raise ConfigError(
-                "the model is an encoder, which has no next token to generate: use "
-                "--runner pooling, or leave --runner out"
-            )
-        config.check_shards(build.tp.size)
+        config.check_build(build, "an encoder")
         self.build = build
         self.config = config
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size

@@ -30,9 +30,9 @@ from penstock.models.vision import (
     TileTower,
     VisionTower,
     num_feature_layers,
+    shuffle_scale,
     vision_settings,
 )
-from penstock.protocol.errors import ModelError
 
 EPS = 1e-6
 
@@ -118,13 +118,7 @@ class InternVLTower(TileTower):
         depth = read_int(vision, "num_hidden_layers")
         used = num_feature_layers(raw, depth, -1)
         self.tower = InternVit(build, vision, used)
-        ratio = read_float(raw, "downsample_ratio", 0.5)
-        self.scale = round(1 / ratio) if ratio > 0 else 0
-        if not self.scale or self.tower.side % self.scale:
-            raise ModelError(
-                f"config.json: downsample_ratio must divide the {self.tower.side} patches of a "
-                f"tile's side, got {ratio}"
-            )
+        self.scale = shuffle_scale(raw, "downsample_ratio", self.tower.side)
         self.drops_first = raw.get("vision_feature_select_strategy", "default") == "default"
         width = self.tower.size * self.scale**2
         self.projector = InternVLProjector(build, width, hidden_size, raw)

@@ -25,7 +25,13 @@ from penstock.layers.vision import (
 )
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.llama4 import Llama4ForCausalLM
-from penstock.models.vision import TileTower, VisionModel, load_tower, vision_settings
+from penstock.models.vision import (
+    TileTower,
+    VisionModel,
+    load_tower,
+    shuffle_scale,
+    vision_settings,
+)
 from penstock.protocol.errors import ModelError
 
 EPS = 1e-5
@@ -95,13 +101,7 @@ class Llama4Tower(TileTower):
         self.build = build
         vision = vision_settings(raw)
         self.tower = Llama4Vit(build, vision)
-        ratio = read_float(vision, "pixel_shuffle_ratio", 0.5)
-        self.scale = round(1 / ratio) if ratio > 0 else 0
-        if not self.scale or self.tower.side % self.scale:
-            raise ModelError(
-                f"config.json: pixel_shuffle_ratio must divide the {self.tower.side} patches of a "
-                f"tile's side, got {ratio}"
-            )
+        self.scale = shuffle_scale(vision, "pixel_shuffle_ratio", self.tower.side)
         inner, width = (read_int(vision, f"projector_{name}_dim") for name in ("input", "output"))
         self.fc1 = plain_linear(build, self.tower.size * self.scale**2, inner, bias=False)
         self.fc2 = plain_linear(build, inner, width, bias=False)

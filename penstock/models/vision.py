@@ -23,6 +23,7 @@ from penstock.layers.build import Build
 from penstock.layers.linear import Linear
 from penstock.layers.vision import Undivided, activation, plain_linear
 from penstock.models.base import Model
+from penstock.models.config import read_float
 from penstock.models.runtime import hold_whole_prompts
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.limits import SpanKind, StepLimits
@@ -320,6 +321,17 @@ def vision_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1]:
             given[name] = sides[0]
     return {**defaults, **given}
+
+
+def shuffle_scale(raw: Mapping[str, Any], name: str, side: int) -> int:
+    """Patches on a side of the squares that `pixel_shuffle` makes, from their share of a side."""
+    ratio = read_float(raw, name, 0.5)
+    scale = round(1 / ratio) if ratio > 0 else 0
+    if not scale or side % scale:
+        raise ModelError(
+            f"config.json: {name} must divide the {side} patches of a tile's side, got {ratio}"
+        )
+    return scale
 
 
 def num_feature_layers(raw: Mapping[str, Any], depth: int, default: int) -> int:
