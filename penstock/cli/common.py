@@ -47,7 +47,7 @@ def add_prompts_argument(parser: argparse.ArgumentParser) -> None:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="Text to complete; - reads it from standard input, as does no PROMPT at all.",
+        help="Text to complete. With - or without PROMPT, it is read from standard input.",
     )
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="Machines that the GPUs are divided among. (default: 1)",
+        help="Number of machines; each has an equal share of the GPUs. (default: 1)",
     )
     group.add_argument(
         "--network",

@@ -16,7 +16,7 @@ class EplbSettings:
     num_redundant_experts: int = option(
         0, "Number of additional expert copies per layer, over all ranks."
     )
-    window_size: int = option(1000, "Number of steps whose tokens decide where experts go.")
+    window_size: int = option(1000, "Number of past steps whose load decides the placement.")
     step_interval: int = option(
         3000, "Number of steps after which a layer's experts may move. Layers take turns."
     )

@@ -46,8 +46,7 @@ class MediaConfig:
     limit_mm_per_prompt: dict[str, Any] | None = option(
         None,
         'Maximum number of media items per prompt as JSON, such as {"image": 4, "video": 0}. '
-        "Default: no limit but the context. With 0 for all that the model takes, the vision tower "
-        "is not loaded.",
+        "Default: no limit but the context. If all are 0, the vision tower is not loaded.",
     )
     language_model_only: bool = option(
         False, "Do not load the vision tower, and refuse images and videos."
