@@ -159,6 +159,7 @@ def test_drafts_are_counted_from_the_servers_metrics(bench: Any) -> None:
     assert report["num_draft_tokens"] == 30
     assert report["mean_acceptance_length"] == 2.0
     assert "3 of 30 accepted, mean acceptance length 2.00" in report["table"]
+    assert ", mean acceptance length 2.00" in plot_module._title(report)
     assert "num_drafts" not in bench(complete, *SMALL)
 
 

@@ -88,10 +88,11 @@ def test_a_chart_shows_the_drafts_of_a_server_that_has_some(
     server: ServerProcess, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(server)
-    drafts = chart(page, "Accepted drafts")
+    drafts, length = chart(page, "Accepted drafts"), chart(page, "Acceptance length")
     expect(page.locator(READY)).to_be_visible()
     show_view(page, "Server")
     expect(drafts).to_be_hidden()
+    expect(length).to_be_hidden()
     looks = itertools.count(1)
 
     def answer(route: Route) -> None:
@@ -102,6 +103,7 @@ def test_a_chart_shows_the_drafts_of_a_server_that_has_some(
 
     page.route("**/metrics", answer)
     expect(drafts.locator(".now")).to_have_text("70%")
+    expect(length.locator(".now")).to_have_text("2.4")
 
 
 def test_the_page_says_when_the_server_is_gone(

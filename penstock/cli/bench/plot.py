@@ -60,7 +60,7 @@ def _title(document: Mapping[str, Any]) -> str:
     else:
         rates += f", {document['total_token_throughput']:.0f} tokens/s"
     if "mean_acceptance_length" in document:
-        rates += f", {document['mean_acceptance_length']:.2f} tokens per verified draft"
+        rates += f", mean acceptance length {document['mean_acceptance_length']:.2f}"
     return (
         f"{document['model']}: {document['workload']}, {describe_load(document)}\n"
         f"{document['completed']} completed{failed} in {document['duration_s']:.1f} s, {rates}"

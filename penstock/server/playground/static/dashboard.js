@@ -32,6 +32,7 @@ const CHARTS = [
   { title: "KV cache", about: "share of the blocks in use", keys: { kv: "" }, format: share, limit: 0.1, of: "cache" },
   { title: "Prefix cache hits", about: "share of the prompt tokens", keys: { prefix: "" }, format: share, limit: 1, sticky: true, of: "cache" },
   { title: "Accepted drafts", about: "share of the drafted tokens", keys: { drafts: "" }, format: share, limit: 1, sticky: true, of: "drafts" },
+  { title: "Acceptance length", about: "tokens per step that verifies drafts", keys: { acceptance: "" }, format: count, limit: 2, sticky: true, of: "drafts" },
 ];
 
 const $ = (id) => document.getElementById(id);

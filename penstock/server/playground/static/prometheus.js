@@ -74,6 +74,7 @@ export function pointBetween(before, after, seconds) {
   };
   const rate = (name) => (before ? grown(name) / seconds : null);
   const ratio = (part, whole) => (before && grown(whole) > 0 ? grown(part) / grown(whole) : null);
+  const accepted = ratio("spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total");
   return {
     running: get("num_requests_running"),
     waiting: get("num_requests_waiting"),
@@ -82,6 +83,7 @@ export function pointBetween(before, after, seconds) {
     prompt: rate("prompt_tokens_total"),
     prefix: ratio("prefix_cache_hits_total", "prefix_cache_queries_total"),
     drafts: ratio("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
+    acceptance: accepted === null ? null : 1 + accepted,
   };
 }
 
