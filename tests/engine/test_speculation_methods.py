@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from eagle_heads import make_eagle, make_head
+from lora.adapters import make_adapter
 from medusa_heads import make_heads
 from mtp_targets import make_target
 from sampling_kinds import KINDS
@@ -16,10 +17,15 @@ from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
 from tiny_engine import greedy_tokens, random_prompts
 from tiny_models import make_checkpoint
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, LoRARequest, SamplingParams
 from penstock import StructuredOutputsParams as Structured
 
 PROMPTS = random_prompts("methods", 1, 9, 40)
+ADAPTED = {  # the layers that adapters change, by target
+    "llama": "all-linear",
+    "glm4_moe": ["q_proj", "o_proj", "down_proj"],
+    "qwen3_next": ["q_proj", "out_proj", "o_proj"],
+}
 
 
 @dataclass(frozen=True)
@@ -68,15 +74,24 @@ def targets(folder: Path) -> dict[str, Path]:
     for path in made.values():
         make_byte_tokenizer().save(str(path / "tokenizer.json"))
         (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    for variant, path in made.items():
+        make_adapter(path / "adapter", path, r=4, target_modules=ADAPTED[variant])
     return made
+
+
+def open_target(target: Path, **options: Any) -> LLM:
+    return open_llm(str(target), enable_lora=True, **options)
 
 
 @pytest.fixture(scope="module")
 def expected(targets: dict[str, Path]) -> dict[str, Any]:
     found = {}
     for name, path in targets.items():
-        with open_llm(str(path), enable_prefix_caching=False) as llm:
-            found[name] = run(llm)
+        with open_target(path, enable_prefix_caching=False) as llm:
+            found[name] = run(llm, path)
+        count = len(KINDS) * len(PROMPTS)  # the first ones, and with the adapter the last ones
+        tokens = [answers[0][0] for answers in found[name]]
+        assert tokens[:count] != tokens[-count:]
     return found
 
 
@@ -85,6 +100,7 @@ def some_params() -> list[SamplingParams]:
     features: list[dict[str, Any]] = [
         {"logprobs": 2, "prompt_logprobs": 1},
         {"n": 2},
+        {"speculative": False},
         {"stop": ["a", "é", "0"], "include_stop_str_in_output": True},
         {"structured_outputs": Structured(regex="(ab|x[0-9]{3}){4}!")},
         {"structured_outputs": Structured(choice=["first", "second"]), "n": 2},
@@ -98,10 +114,17 @@ def some_params() -> list[SamplingParams]:
     ]
 
 
-def run(llm: LLM) -> list[Any]:
-    """All that clients see of every kind of request, all at once."""
-    pairs = [(prompt, params) for params in some_params() for prompt in PROMPTS]
-    outputs = llm.generate([p for p, _ in pairs], [params for _, params in pairs], use_tqdm=False)
+def run(llm: LLM, target: Path) -> list[Any]:
+    """All that clients see of every kind of request, all at once, some with an adapter."""
+    kinds = some_params()
+    adapted = [SamplingParams(max_tokens=20, logprobs=2, **kind) for kind in KINDS.values()]
+    params = [own for own in kinds + adapted for _ in PROMPTS]
+    adapter = LoRARequest("adapter", 1, str(target / "adapter"))
+    adapters = [own for own in [None] * len(kinds) + [adapter] * len(adapted) for _ in PROMPTS]
+    prompts = PROMPTS * (len(kinds) + len(adapted))
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+    for output, own in zip(outputs, params, strict=True):
+        assert own.speculative or all(answer.drafts is None for answer in output.outputs)
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [
         [
@@ -130,9 +153,9 @@ def test_what_comes_is_what_comes_without(
     config = {"method": name, "num_speculative_tokens": 3, "adaptive": False}
     config |= own.make(target, tmp_path / "head")
     options = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "speculative_config": config}
-    with open_llm(str(target), **options) as llm:
+    with open_target(target, **options) as llm:
         for _ in range(2):  # the second time from the prefix cache
-            assert run(llm) == expected[own.target]
+            assert run(llm, target) == expected[own.target]
         assert llm.engine.speculation_stats().num_draft_tokens > 200
         if method == "draft_model":
             assert_greedy_drafts_hold(llm)
@@ -162,8 +185,8 @@ def test_two_ranks_give_what_one_gives(
     config |= own.make(target, tmp_path / "head")
     if size is not None:
         config["draft_tensor_parallel_size"] = size
-    with open_llm(str(target), speculative_config=config, tensor_parallel_size=2) as llm:
-        assert run(llm) == expected[own.target]
+    with open_target(target, speculative_config=config, tensor_parallel_size=2) as llm:
+        assert run(llm, target) == expected[own.target]
         assert llm.engine.speculation_stats().num_draft_tokens > 100
         if method == "draft_model":
             assert_greedy_drafts_hold(llm)
