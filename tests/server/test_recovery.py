@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from eagle_heads import make_head
 from faults.bodies import default_model_bodies
 from faults.saboteur import Fault, seed_of
 from faults.streams import Answer, Body, Streams
@@ -115,10 +116,13 @@ def test_kills_at_random_moments_change_nothing(tiny_server: ServerProcess) -> N
 
 @pytest.mark.parametrize(
     "method",
-    ["ngram", *(pytest.param(i, marks=pytest.mark.slow) for i in ("suffix", "draft_model"))],
+    [
+        "ngram",
+        *(pytest.param(i, marks=pytest.mark.slow) for i in ("suffix", "draft_model", "eagle3")),
+    ],
 )
 def test_kills_while_drafts_are_in_flight_change_nothing(
-    tiny_server: ServerProcess, serve: Serve, model: Path, method: str
+    tiny_server: ServerProcess, serve: Serve, model: Path, tmp_path: Path, method: str
 ) -> None:
     """The answers are those of a calm server without drafts."""
     config = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
@@ -126,6 +130,9 @@ def test_kills_while_drafts_are_in_flight_change_nothing(
         config["prompt_lookup_min"] = 1
     elif method == "draft_model":  # its own KV cache is lost with the engine
         config["model"] = str(model)
+    elif method == "eagle3":
+        layers = {"eagle_aux_hidden_state_layer_ids": [0, 0]}  # the model has a single one
+        config["model"] = str(make_head(tmp_path / "head", model, **layers)[0])
     server = serve("--speculative-config", json.dumps(config), "--spare-engine").server
     calm = Streams(tiny_server).run(KINDS)
     streams = Streams(server)
