@@ -7,6 +7,7 @@ computed it, otherwise of the layer itself. Embedding and output head are the mo
 from __future__ import annotations
 
 import re
+from copy import copy
 
 import torch
 from torch import nn
@@ -31,8 +32,10 @@ class MtpHead(Model):
         index, size = target.config.num_layers, target.hidden_size
         self.vocab_size, self.hidden_size, self.dtype = target.vocab_size, size, build.dtype
         self.layout = layout
+        maker = copy(target)
+        maker.build = build  # its experts are not spread over replicas, which draft by themselves
         templates = {
-            layout.layer: target.mtp_layer(),
+            layout.layer: maker.mtp_layer(),
             layout.embedding_norm: target.norm(),
             layout.hidden_norm: target.norm(),
             layout.projection: Linear(build, 2 * size, [Part("", size, 1)]),

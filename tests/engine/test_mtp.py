@@ -59,6 +59,27 @@ def test_drafts_are_those_of_a_plain_computation(
         assert llm.engine.speculation_stats().num_draft_tokens > 50
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}}]
+)
+def test_replicas_that_share_experts_draft_by_themselves(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Their requests end at different steps, and in the second run one has none."""
+    target = make_target(tmp_path, "glm4_moe")
+    with open_llm(target) as llm:
+        expected = run(llm)
+    config = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    options = {**options, "data_parallel_size": 2, "enable_expert_parallel": True}
+    with open_llm(target, speculative_config=config, **options) as llm:
+        assert run(llm) == expected
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        (alone,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+        assert len(alone.outputs[0].token_ids) == 30
+        assert llm.engine.speculation_stats().num_draft_tokens > 50
+
+
 def test_models_without_mtp_layers_are_refused(tiny_llama: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mtp is not supported for LlamaForCausalLM"):
         open_llm(tiny_llama, speculative_config={"method": "mtp"})

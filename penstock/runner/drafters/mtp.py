@@ -44,8 +44,9 @@ class MtpDrafter(HeadDrafter):
         own = dataclasses.replace(source, adapter=None)
         try:
             head, dtypes, _ = load_model(
-                setup.config, own, setup.platform, setup.mesh, setup.limits.max_model_len, create
-            )
+                setup.config, own, setup.platform, setup.draft_mesh, setup.limits.max_model_len,
+                create,
+            )  # fmt: skip
         except ModelError as error:  # some checkpoints come without the layer that they declare
             raise ConfigError(
                 f"the MTP layer of {source.name} cannot be loaded ({error}): use draft_model, "
