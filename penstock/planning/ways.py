@@ -29,7 +29,7 @@ def list_ways(
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     asked = {name: getattr(parallel, name) for name in names if getattr(parallel, name) > 1}
     needed = parallel.tensor_parallel_size * num_stages * parallel.data_parallel_size
-    if num_gpus % needed:
+    if num_gpus < needed:
         given = " x ".join(f"{name}={size}" for name, size in asked.items())
         raise ConfigError(f"{given} needs {needed} GPUs, but --gpus is {num_gpus}")
     ways: list[Way] = []

@@ -190,6 +190,7 @@ def test_splits_that_the_model_does_not_allow_are_explained(
         (["--input-len", "0"], ["--input-len", "at least 1"]),
         (["--input-len", "40960"], ["40960 + 256", "--input-len"]),
         (["--gpus", "2", "--tensor-parallel-size", "4"], ["4 GPUs", "--gpus is 2"]),
+        (["--gpus", "4", "-dp", "3"], ["no way to use 4 GPUs with data_parallel_size=3"]),
         (["--gpus", "3", "--tensor-parallel-size", "3"], ["heads"]),
         (["--gpus", "8", "-tp", "2", "-dp", "2"], ["tensor_parallel_size=2, data_parallel_size=2"]),
         (["--gpus", "64", "--pipeline-parallel-size", "64"], ["at most 36"]),
