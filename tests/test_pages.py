@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.cli.main import Parser, build_parser
 from penstock.config import vllm_routes
 from penstock.config.engine import all_options
@@ -210,6 +211,12 @@ def test_the_walk_of_a_request_names_at_most_20_files() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", walk))
     assert 10 < len(named) <= 20
     assert all((ROOT / "penstock" / name).exists() for name in named)
+
+
+def test_the_python_reference_has_every_name_of_the_package() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    names = {name for name in penstock.__all__ if not name.startswith("_")}
+    assert names - set(re.findall(r"\w+", page)) == set()
 
 
 def test_every_example_is_run_by_a_test() -> None:

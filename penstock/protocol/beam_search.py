@@ -45,13 +45,20 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, metaclass=ParamsMeta)
 class BeamSearchSequence:
     """A sequence of tokens and its score."""
 
-    tokens: list[int]  # with those of the prompt
-    cum_logprob: float = 0.0  # of the tokens after the prompt
+    tokens: list[int]
+    """All tokens, with those of the prompt."""
+    cum_logprob: float = 0.0
+    """Sum of the log-probabilities of the tokens after the prompt."""
     logprobs: list[LogprobsAtPosition] = field(default_factory=list)
+    """For each of them, log-probabilities by token ID."""
     lora_request: LoRARequest | None = None
-    text: str | None = None  # of all tokens
-    finish_reason: str | None = None  # "stop" or "length"
-    stop_reason: int | str | None = None  # the end-of-sequence token that ended it
+    """The adapter, if one was asked for."""
+    text: str | None = None
+    """The text of all tokens."""
+    finish_reason: str | None = None
+    """`stop` or `length`."""
+    stop_reason: int | str | None = None
+    """The end-of-sequence token that ended it."""
 
 
 @dataclass
@@ -59,3 +66,4 @@ class BeamSearchOutput:
     """The sequences of a prompt, the best one first."""
 
     sequences: list[BeamSearchSequence]
+    """At most `beam_width` of them."""

@@ -15,8 +15,11 @@ class Logprob:
     """The log-probability of one token at one position."""
 
     logprob: float
-    rank: int | None = None  # 1 is the most likely token
+    """Natural logarithm of the token's probability."""
+    rank: int | None = None
+    """1 is the most likely token."""
     decoded_token: str | None = None
+    """The token's text."""
 
 
 LogprobsAtPosition = dict[int, Logprob]  # by token id
@@ -24,10 +27,16 @@ LogprobsAtPosition = dict[int, Logprob]  # by token id
 
 @dataclass
 class ToolCall:
+    """A call of a tool that the model wrote."""
+
     id: str
+    """The name by which a tool message answers it."""
     name: str
-    arguments: str  # JSON text; only its beginning if not `complete`
+    """The tool's name."""
+    arguments: str
+    """JSON text; only its beginning if not `complete`."""
     complete: bool = False
+    """Whether the model wrote the whole call."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,11 @@ class Message:
     """A whole output of a chat, read. `content` and `reasoning` are empty where there was none."""
 
     content: str = ""
+    """The answer."""
     reasoning: str = ""
+    """What the model thought before it."""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    """The calls, in the model's order."""
 
 
 @dataclass
@@ -48,6 +60,7 @@ class DraftCounts:
     """
 
     num_draft_tokens: int = 0
+    """The number of draft tokens."""
     accepted: list[int] = field(default_factory=list)
 
     @property
@@ -57,6 +70,7 @@ class DraftCounts:
 
     @property
     def num_accepted_tokens(self) -> int:
+        """The number of draft tokens that were accepted."""
         return sum(length * count for length, count in enumerate(self.accepted))
 
     @property
@@ -82,20 +96,30 @@ class CompletionOutput:
     """One completion of a prompt."""
 
     index: int
+    """Its place among the `n` completions of the prompt."""
     text: str = ""
+    """The generated text."""
     token_ids: list[int] = field(default_factory=list)
+    """The generated tokens."""
     cumulative_logprob: float | None = None
+    """Sum of the tokens' log-probabilities, with `logprobs`."""
     logprobs: list[LogprobsAtPosition] | None = None
-    # "stop", "length", "abort" or "error"; "tool_calls" with a `message` that ends with calls.
+    """For each generated token, log-probabilities by token ID, with `logprobs`."""
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop token or stop text; None for end of text
-    # With enable_return_routed_experts, once the completion is finished: [tokens, layers, top_k],
-    # the experts of every token but the last, which is never computed with, prompt included.
+    """`stop`, `length`, `abort` or `error`; `tool_calls` with a `message` that ends with calls.
+    None while it is not finished."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the end of text."""
     routed_experts: npt.NDArray[np.int16] | None = None
-    drafts: DraftCounts | None = None  # so far; None if none were verified
-    message: Message | None = None  # of `LLM.chat(..., parse_output=True)`
+    """With `enable_return_routed_experts`, once it is finished: [tokens, layers, top_k], the
+    experts of every token but the last, which is never computed with, prompt included."""
+    drafts: DraftCounts | None = None
+    """Draft tokens so far, with speculative decoding; None if none were verified."""
+    message: Message | None = None
+    """Content, reasoning and tool calls, with `LLM.chat(..., parse_output=True)`."""
 
     def finished(self) -> bool:
+        """Whether no more tokens will come."""
         return self.finish_reason is not None
 
 
@@ -103,32 +127,44 @@ class CompletionOutput:
 class PoolingOutput:
     """What a pooling request ended with; None where it failed."""
 
-    data: npt.NDArray[np.float32] | None  # [numbers], or [tokens, numbers] token-wise
-    # What `PoolingParams.vectors` asked for: sparse ones as weights by token ID.
+    data: npt.NDArray[np.float32] | None
+    """One vector, [numbers], or one per token, [tokens, numbers]."""
     vectors: dict[str, npt.NDArray[np.float32] | dict[int, float]] = field(default_factory=dict)
+    """What `PoolingParams.vectors` asked for: sparse ones as weights by token ID."""
 
 
 @dataclass
 class EmbeddingOutput:
-    embedding: npt.NDArray[np.float32] | None  # [embedding_size]
+    """The embedding of a prompt."""
+
+    embedding: npt.NDArray[np.float32] | None
+    """The vector, [embedding_size]; None if the request failed."""
 
     @property
     def hidden_size(self) -> int:
+        """The vector's length."""
         return 0 if self.embedding is None else len(self.embedding)
 
 
 @dataclass
 class ClassificationOutput:
-    probs: npt.NDArray[np.float32] | None  # [num_labels]
+    """The probabilities of a model's labels for a prompt."""
+
+    probs: npt.NDArray[np.float32] | None
+    """One number per label, [num_labels]; None if the request failed."""
 
     @property
     def num_classes(self) -> int:
+        """The number of labels."""
         return 0 if self.probs is None else len(self.probs)
 
 
 @dataclass
 class ScoringOutput:
+    """The score of a pair of texts."""
+
     score: float | None
+    """Higher is more similar, or more relevant; None if the request failed."""
 
 
 PooledOutput = TypeVar(
@@ -141,11 +177,17 @@ class PoolingRequestOutput(Generic[PooledOutput]):
     """A pooling request, done. `error` says why, where it failed."""
 
     request_id: str
+    """The request's ID."""
     outputs: PooledOutput
+    """The vector or the score."""
     prompt_token_ids: list[int]
+    """The prompt's tokens."""
     num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
     finished: bool = True
+    """Always true."""
     error: str | None = None
+    """Why the request failed; None if it did not."""
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
@@ -162,12 +204,19 @@ class RequestStateStats:
     """
 
     arrival_time: float
+    """When it came."""
     queued_ts: float
+    """When it was queued."""
     num_generation_tokens: int = 0
-    scheduled_ts: float = 0.0  # its first step
+    """Generated tokens so far."""
+    scheduled_ts: float = 0.0
+    """When its first step began."""
     first_token_ts: float = 0.0
+    """When the first token came."""
     last_token_ts: float = 0.0
-    first_token_latency: float = 0.0  # from queued_ts
+    """When the last token came."""
+    first_token_latency: float = 0.0
+    """From `queued_ts` to `first_token_ts`."""
 
     def add_tokens(self, num_tokens: int, now: float, prefill_s: float) -> None:
         """New tokens are there. `prefill_s` comes with the first one."""
@@ -183,16 +232,28 @@ class RequestOutput:
     """What a request has produced: so far, since the last time, or in all (`output_kind`)."""
 
     request_id: str
+    """The request's ID."""
     prompt: str | None
+    """The prompt's text; None if token IDs were given."""
     prompt_token_ids: list[int]
+    """The prompt's tokens."""
     outputs: list[CompletionOutput]
+    """The `n` completions."""
     finished: bool
+    """Whether all completions are finished."""
     prompt_logprobs: list[LogprobsAtPosition | None] | None = None
+    """For each prompt token, log-probabilities by token ID, with `prompt_logprobs`. The first is
+    None."""
     num_cached_tokens: int = 0
-    metrics: RequestStateStats | None = None  # of generation
+    """Prompt tokens that the prefix cache had."""
+    metrics: RequestStateStats | None = None
+    """When it was queued, when its tokens came."""
     error: str | None = None
-    can_retry: bool = False  # with an error: it was never begun, and may be sent again later
-    error_field: str | None = None  # where the request itself was wrong: the field
+    """Why the request failed; None if it did not."""
+    can_retry: bool = False
+    """With an error: the request was never begun, and may be sent again later."""
+    error_field: str | None = None
+    """With an error of the request itself: the field that was wrong."""
     # Of vLLM's outputs, for what Penstock does not do:
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None

@@ -26,8 +26,9 @@ VECTORS: tuple[VectorName, ...] = get_args(VectorName)
 class PoolingParams(
     msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooling", metaclass=ParamsMeta
 ):
-    """What to make of a prompt's hidden states. The text beneath a field is its help."""
+    """What to make of a prompt's hidden states."""
 
+    # The text beneath a field is its help.
     task: PoolingTask | None = None
     """One vector for the prompt (embed, classify) or for each token (token_embed,
     token_classify); None: what the model is for."""

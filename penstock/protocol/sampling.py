@@ -36,9 +36,12 @@ FLAGS = (
 class OutputKind(enum.IntEnum):
     """How much of the output each `RequestOutput` holds."""
 
-    CUMULATIVE = 0  # everything so far, every time
-    DELTA = 1  # only what is new since the last one
-    FINAL_ONLY = 2  # one output, when the request is finished
+    CUMULATIVE = 0
+    """Everything so far, every time."""
+    DELTA = 1
+    """Only what is new since the last one."""
+    FINAL_ONLY = 2
+    """One output, when the request is finished."""
 
 
 RequestOutputKind = OutputKind  # the name that vLLM's users know
@@ -47,11 +50,9 @@ RequestOutputKind = OutputKind  # the name that vLLM's users know
 class SamplingParams(
     msgspec.Struct, kw_only=True, omit_defaults=True, tag="sampling", metaclass=ParamsMeta
 ):
-    """How to choose the next token, and when to stop.
+    """How to choose the next token, and when to stop."""
 
-    The text beneath a field is its help; ``{NAME}`` there is a constant of this module.
-    """
-
+    # The text beneath a field is its help; {NAME} there is a constant of this module.
     n: int = 1
     """Number of completions for the prompt."""
     presence_penalty: float = 0.0
