@@ -71,7 +71,7 @@ class SamplingParams(
     min_p: float = 0.0
     """Minimum probability of a token, relative to the most likely one; [0, 1]."""
     seed: int | None = None
-    """Seed for reproducible output. None: a random seed for each request."""
+    """Seed for reproducible output. Default: a random seed for each request."""
     stop: str | list[str] | None = None
     """Strings that end the output; at most {MAX_STOP_STRINGS}."""
     stop_token_ids: list[int] | None = None
@@ -109,7 +109,7 @@ class SamplingParams(
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, a choice, a grammar."""
     thinking_token_budget: int | None = None
-    """Maximum reasoning tokens; then the reasoning is ended. None or -1: no limit."""
+    """Maximum reasoning tokens; then the reasoning is ended. Default, and -1: no limit."""
     speculative: bool = True
     """Let the engine draft tokens for this request, if it does so. The output is the same."""
     extra_args: dict[str, Any] | None = None
