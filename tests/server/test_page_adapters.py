@@ -39,9 +39,9 @@ def test_adapters_can_be_chosen_and_new_ones_appear(
     page.get_by_role("button", name="Server").click()
     expect(page.locator("#adapters li")).to_have_text(
         [
-            "Adapters of running requests: none",
-            "Adapters of waiting requests: none",
-            re.compile(r"Adapters in host memory: [12]"),
+            "Of running requests: none",
+            "Of waiting requests: none",
+            re.compile(r"In host memory: [12]"),
         ]
     )
     assert faults_of_server(page, "#adapters") == []

@@ -106,6 +106,19 @@ def test_a_chart_shows_the_drafts_of_a_server_that_has_some(
     expect(length.locator(".now")).to_have_text("2.4")
 
 
+def test_a_proxy_may_keep_the_metrics_to_itself(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    page.route("**/metrics", lambda route: route.fulfill(status=403, body="Forbidden"))
+    page.reload()
+    expect(page.locator(READY)).to_be_visible()
+    show_view(page, "Server")
+    expect(page.get_by_text("The metrics cannot be read: Forbidden")).to_be_visible()
+    page.unroute("**/metrics")
+    expect(page.get_by_text("The metrics cannot be read")).to_have_count(0)
+
+
 def test_the_page_says_when_the_server_is_gone(
     server: ServerProcess, open_page: Callable[..., Page]
 ) -> None:

@@ -139,11 +139,11 @@ function averaged(points, now, spanMs, keys) {
   });
 }
 
-/** 1, 2 or 4 times a power of ten: half of it is easy to read, too. */
+/** 1, 2, 4, 6 or 8 times a power of ten: half of it is easy to read, too. */
 function niceAbove(value) {
   if (value <= 0) return 0;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 4, 10].map((factor) => factor * power).find((mark) => mark >= value * 0.9999);
+  return [1, 2, 4, 6, 8, 10].map((factor) => factor * power).find((mark) => mark >= value * 0.9999);
 }
 
 function shape(name, attributes) {

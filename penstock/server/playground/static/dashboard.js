@@ -81,6 +81,8 @@ export class Dashboard {
       text = await (await request("metrics")).text();
     } catch (error) {
       if (error.status === 401) this.onState("locked", "needs a key");
+      else if (this.isUp) this.onState("ready", "ready"); // a proxy may keep the metrics to itself
+      this.say(`The metrics cannot be read: ${error.message}`);
       this.looks = [];
       $("live").textContent = "";
       return;
@@ -92,7 +94,12 @@ export class Dashboard {
     this.add({ at: performance.now(), values, buckets });
     this.draw();
     this.showAdapters(adaptersOf(text, values));
+    this.say("");
     if (this.isUp) this.onState("ready", "ready");
+  }
+
+  say(words) {
+    if ($("charts-note").textContent !== words) $("charts-note").textContent = words;
   }
 
   /** The point between the last look and this one. */
@@ -127,10 +134,10 @@ export class Dashboard {
     if (adapters === null) return;
     const { running, waiting, loaded } = adapters;
     const names = (list) => list.join(", ") || "none";
-    $("adapters").replaceChildren(
-      element("li", {}, `Adapters of running requests: ${names(running)}`),
-      element("li", {}, `Adapters of waiting requests: ${names(waiting)}`),
-      element("li", {}, `Adapters in host memory: ${loaded}`),
+    $("adapters").lastElementChild.replaceChildren(
+      element("li", {}, `Of running requests: ${names(running)}`),
+      element("li", {}, `Of waiting requests: ${names(waiting)}`),
+      element("li", {}, `In host memory: ${loaded}`),
     );
   }
 
@@ -142,9 +149,8 @@ export class Dashboard {
     } catch {
       return; // the other looks say what is wrong
     }
-    const list = $("replicas");
-    list.hidden = false;
-    list.replaceChildren(
+    $("replicas").hidden = false;
+    $("replicas").lastElementChild.replaceChildren(
       ...load.replicas.map((replica) => {
         const requests = `${replica.server_load} request${replica.server_load === 1 ? "" : "s"}`;
         const cache = share(replica.kv_cache_usage).join(" ");
