@@ -243,7 +243,7 @@ class MediaFetcher:
                 return self._may_reach(inner)
             if address.is_site_local:
                 return False
-        return address.is_global and not address.is_multicast
+        return address.is_global and not address.is_multicast and not address.is_reserved
 
     def _too_large(self) -> FetchError:
         return FetchError(f"it has more than {self._config.media_max_mb} MiB (--media-max-mb)")

@@ -84,6 +84,8 @@ def test_content_is_read(web: Any) -> None:
         "http://[::ffff:127.0.0.1]/", "http://[64:ff9b::7f00:1]/", "http://[2002:7f00:1::]/",
         "http://0.0.0.0/", "http://0/", "http://2130706433/", "http://0x7f.1/",
         "http://100.64.0.1/", "http://224.0.0.1/", "http://[fec0::1]/", "http://[fd00::1]/",
+        "http://[::127.0.0.1]/", "http://[::ffff:0:127.0.0.1]/", "http://0177.0.0.1/",
+        "http://240.0.0.1/",
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused(url: str) -> None:
