@@ -2,6 +2,9 @@
 
 Work on a request runs in a thread and submits confined jobs deep in the call stack. The thread's
 scope knows the tenant. It is cancelled when the client leaves.
+
+Work that may wait for seconds, such as on media, needs a turn. Each tenant has a few, so that no
+tenant's work takes all threads.
 """
 
 from __future__ import annotations
@@ -46,12 +49,19 @@ class Cancellation:
             work.cancel()
 
 
+class NeedsTurn(BaseException):
+    """The work in this thread needs a turn of its tenant. Run it again when there is one."""
+
+
 class JobScope(Cancellation):
     """`slots` limits the computing threads. A thread that waits for a job releases its slot."""
 
-    def __init__(self, tenant: str = "", slots: threading.Semaphore | None = None) -> None:
+    def __init__(
+        self, tenant: str = "", slots: threading.Semaphore | None = None, has_turn: bool = True
+    ) -> None:
         super().__init__()
         self.tenant = tenant
+        self.has_turn = has_turn
         self._slots = slots or threading.Semaphore()
 
     def run(self, work: Callable[..., T], *arguments: object) -> T:
@@ -87,6 +97,13 @@ def run_confined(pool: ConfinedPool, payload: bytes) -> bytes:
     """Run a job under the scope of this thread. Raises the error of the job's future."""
     scope = _current.get()
     return pool.submit(payload).result() if scope is None else scope.wait_for(pool, payload)
+
+
+def need_turn() -> None:
+    """Raise `NeedsTurn` if the work of this thread has none."""
+    scope = _current.get()
+    if scope is not None and not scope.has_turn:
+        raise NeedsTurn
 
 
 @contextlib.contextmanager

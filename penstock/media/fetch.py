@@ -29,8 +29,8 @@ from penstock.confined.errors import PoolFull
 from penstock.confined.scope import current_tenant, waiting
 from penstock.protocol.errors import InputError
 
-MAX_FETCHES = 64  # at once
-MAX_TENANT_FETCHES = 16
+MAX_FETCHES = 256  # at once
+MAX_TENANT_FETCHES = 32
 MAX_REDIRECTS = 5
 MAX_URL_LENGTH = 8192
 CHUNK_BYTES = 64 * 1024

@@ -8,6 +8,7 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from penstock.config.media import MediaConfig, check_io_kwargs
 from penstock.confined.errors import TooMuchMemory, TooMuchTime
 from penstock.confined.pool import ConfinedPool, Limits
-from penstock.confined.scope import current_tenant, run_confined
+from penstock.confined.scope import current_tenant, need_turn, run_confined, waiting
 from penstock.loading.source import ModelSource
 from penstock.media.content import MediaContent
 from penstock.media.fetch import MediaFetcher
@@ -33,7 +34,7 @@ from penstock.protocol.media import EMBEDS, MediaItem, MediaTensor, Modality
 ENTRY = "penstock.media.worker:make_worker"
 MAX_PIXELS = 64 * 2**20  # of a decoded image
 LIMITS = Limits(
-    cpu_s=30.0, memory_bytes=3 * 2**30, num_workers=2, max_queued=64, quantum_s=1.0, stall_s=30.0
+    cpu_s=30.0, memory_bytes=3 * 2**30, num_workers=2, max_queued=256, quantum_s=1.0, stall_s=30.0
 )
 GIB = 2**30
 MAX_UUIDS = 100_000
@@ -74,11 +75,13 @@ class MediaFrontend:
         self._info: ProcessorInfo | None = None
         self._cache: OrderedDict[bytes, Processed] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
+        self._running: dict[tuple[str, bytes], Future[Processed | None]] = {}  # by tenant, digest
         # What tenants sent with a uuid: tenant, uuid and options. Least recently used first.
         self._digests: OrderedDict[tuple[str, str | None, str], bytes] = OrderedDict()
 
     def info(self) -> ProcessorInfo:
-        """What the processor's tokens are."""
+        """What the processor's tokens are. The first thing that work on media asks."""
+        need_turn()
         if self._info is None:
             _check_packages("transformers", "PIL")
             answer = run_confined(self.pool, msgspec.msgpack.encode(DescribeProcessor()))
@@ -117,15 +120,7 @@ class MediaFrontend:
             return self._sent_before(name, content.where)
         if content.modality == "video" and content.shape is None:
             _check_packages("av")
-        digest = content.digest(self._kind)
-        with self._lock:
-            item = self._cache.get(digest)
-            if item is not None:
-                self._cache.move_to_end(digest)
-        self.on_lookup(item is not None)
-        if item is None:
-            item = self._run(content, digest)
-            self._keep(item)
+        item = self._processed(content)
         if content.uuid is not None:
             with self._lock:
                 self._digests[name] = item.hash
@@ -133,6 +128,35 @@ class MediaFrontend:
                 while len(self._digests) > MAX_UUIDS:
                     self._digests.popitem(last=False)
         return item
+
+    def _processed(self, content: MediaContent) -> Processed:
+        """The item from the cache. Else it is processed, once for requests of a tenant that ask
+        for it at the same time."""
+        digest = content.digest(self._kind)
+        key = (current_tenant(), digest)
+        while True:
+            with self._lock:
+                item = self._cache.get(digest)
+                running = self._running.get(key)
+                if item is not None:
+                    self._cache.move_to_end(digest)
+                elif running is None:
+                    done = self._running[key] = Future[Processed | None]()
+                    break
+            if item is None and running is not None:
+                item = _wait_for(running)
+            if item is not None:
+                self.on_lookup(True)
+                return item
+        self.on_lookup(False)
+        try:
+            item = self._run(content, digest)
+            self._keep(item)
+            return item
+        finally:
+            with self._lock:
+                del self._running[key]
+            done.set_result(item)
 
     def _with_defaults(self, content: MediaContent) -> MediaContent:
         """The content with the options of the engine, as far as it has none of its own."""
@@ -353,6 +377,21 @@ class MediaFrontend:
         with self._lock:
             self._cache.clear()
             self._digests.clear()
+
+
+def _wait_for(running: Future[Processed | None]) -> Processed | None:
+    """What another thread processes; None if that fails. The scope of this thread may cancel the
+    wait, not the work."""
+    end = Future[None]()
+
+    def finish(_: Future[Processed | None]) -> None:
+        if end.set_running_or_notify_cancel():
+            end.set_result(None)
+
+    with waiting(end):
+        running.add_done_callback(finish)
+        end.result()
+    return running.result()
 
 
 def _check_packages(*names: str) -> None:

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from penstock.config import EngineConfig, ServerConfig
-from penstock.confined.scope import JobScope
+from penstock.confined.scope import JobScope, NeedsTurn
 from penstock.engine import messages
 from penstock.engine.client import EngineClient
 from penstock.engine.ledger import DeltaStream
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 # confined process releases its slot.
 NUM_TEXT_SLOTS = 4
 NUM_TEXT_THREADS = 160
+# Requests with media have threads of their own, in which they also wait for other servers. Each
+# tenant uses some of them at a time. Its further requests wait, without a thread.
+NUM_MEDIA_THREADS = 256
+NUM_MEDIA_TURNS = 32
 # Requests above this size are parsed in threads and have separate slots: thousands of items take
 # tens of milliseconds, millions of characters take seconds.
 LARGE_BODY_BYTES = 32 * 1024
@@ -98,9 +103,11 @@ class Service:
         self._slots = threading.Semaphore(NUM_TEXT_SLOTS)
         self._large_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="large")
         self._large_slots = threading.Semaphore(NUM_LARGE_SLOTS)
+        self._media_threads = ThreadPoolExecutor(NUM_MEDIA_THREADS, thread_name_prefix="media")
+        self._media_turns = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant, while in use
 
     def close(self) -> None:
-        for threads in (self._threads, self._large_threads):
+        for threads in (self._threads, self._large_threads, self._media_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         if self.text_pool is not None:
             self.text_pool.close()
@@ -242,23 +249,21 @@ class Service:
     async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         """Run work on text (tokenizing, rendering) without blocking the event loop.
 
-        Large requests wait for each other. Small requests never wait for large ones. Cancelling
-        this also cancels the confined job that the work waits for.
+        Large requests wait for each other. Small requests never wait for large ones. Work that
+        turns out to need media starts again when its tenant has a turn for that. Cancelling this
+        also cancels the confined job that the work waits for.
         """
         is_large = is_large_request()
         threads = self._large_threads if is_large else self._threads
-        scope = JobScope(tenant_label(), self._large_slots if is_large else self._slots)
-        working = asyncio.get_running_loop().run_in_executor(threads, scope.run, work, *arguments)
+        slots, tenant = self._large_slots if is_large else self._slots, tenant_label()
         try:
-            return await working
-        except asyncio.CancelledError:
-            scope.cancel()
-            raise
-        except InputError as error:
-            # The traceback's frames would keep the client's texts in memory until the next
-            # garbage collection.
-            error.__context__ = error.__cause__ = None
-            raise error.with_traceback(None) from None
+            scope = JobScope(tenant, slots, has_turn=False)
+            return await _run_in(threads, scope, work, *arguments)
+        except NeedsTurn:
+            pass
+        turns = self._media_turns.setdefault(tenant, asyncio.Semaphore(NUM_MEDIA_TURNS))
+        async with turns:
+            return await _run_in(self._media_threads, JobScope(tenant, slots), work, *arguments)
 
     @property
     def max_counted_tokens(self) -> int:
@@ -423,3 +428,19 @@ def _error_of(output: RequestOutput | EngineDelta) -> PenstockError:
     if output.error_field is not None:
         return InputError(output.error, output.error_field)
     return RequestFault(output.error)
+
+
+async def _run_in(
+    threads: ThreadPoolExecutor, scope: JobScope, work: Callable[..., T], *arguments: object
+) -> T:
+    working = asyncio.get_running_loop().run_in_executor(threads, scope.run, work, *arguments)
+    try:
+        return await working
+    except asyncio.CancelledError:
+        scope.cancel()
+        raise
+    except InputError as error:
+        # The traceback's frames would keep the client's texts in memory until the next garbage
+        # collection.
+        error.__context__ = error.__cause__ = None
+        raise error.with_traceback(None) from None

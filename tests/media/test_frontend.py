@@ -6,16 +6,21 @@ import base64
 import io
 import os
 import resource
+import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tiny_vision import VARIANTS, InProcessMedia, clip, make_vision_checkpoint, picture
+from waiting import eventually
 
 from penstock import LLM, SamplingParams
+from penstock.confined.errors import WorkerLost
 from penstock.confined.scope import JobScope
+from penstock.media import frontend
 from penstock.media.content import MediaContent, read_item
 from penstock.protocol.errors import InputError
 
@@ -113,6 +118,94 @@ def test_a_uuid_belongs_to_its_tenant_and_its_options(llm: LLM) -> None:
     )
     with pytest.raises(InputError, match="nothing is kept"):
         JobScope("alice").run(media.process, smaller)
+
+
+class SlowMedia(InProcessMedia):
+    """Begins when it may. Its first answer is lost if it `loses` that."""
+
+    def __init__(self, folder: Path, loses: bool) -> None:
+        super().__init__(folder)
+        self.may_begin = threading.Event()
+        self.num_items = 0
+        self.loses = loses
+
+    def submit(self, payload: bytes, tenant: str = "") -> InProcessMedia:
+        assert self.may_begin.wait(120)
+        self.num_items += 1
+        if self.loses and self.num_items == 1:
+            raise WorkerLost("its process ended")
+        return super().submit(payload, tenant)
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_threads_that_ask_for_an_item_at_once_process_it_once(
+    llm: LLM, folder: Path, loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that fails, another one of them does."""
+    media = llm.frontend.media
+    media.info()
+    pool = SlowMedia(folder, loses)
+    monkeypatch.setattr(media, "pool", pool)
+    if not loses:
+        monkeypatch.setattr(media, "_keep", lambda item: None)  # they share what runs
+    lookups: list[bool] = []
+    monkeypatch.setattr(media, "on_lookup", lookups.append)
+    waiting, wait = threading.Semaphore(0), frontend.waiting
+
+    def counted(work: Any) -> Any:
+        waiting.release()
+        return wait(work)
+
+    monkeypatch.setattr(frontend, "waiting", counted)
+    content = read_item(picture(60, 60, 80 + loses), "image", "x")
+    with ThreadPoolExecutor(5) as threads:
+        asked = [threads.submit(JobScope("a").run, media.process, content) for _ in range(5)]
+        for _ in range(4):
+            assert waiting.acquire(timeout=120)
+        pool.may_begin.set()
+        errors = [each.exception(120) for each in asked]
+    assert [type(each) for each in errors if each] == [WorkerLost] * loses
+    assert pool.num_items == lookups.count(False) == 1 + loses
+    assert len(lookups) == 5
+    assert not media._running
+
+
+def test_an_item_is_not_waited_for_if_another_tenant_has_it_processed(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media = llm.frontend.media
+    media.info()
+    pool = SlowMedia(folder, loses=False)
+    monkeypatch.setattr(media, "pool", pool)
+    content = read_item(picture(60, 60, 85), "image", "x")
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(JobScope(each).run, media.process, content) for each in "ab"]
+        eventually(lambda: len(media._running) == 2)
+        pool.may_begin.set()
+        first, second = (each.result(120) for each in asked)
+    assert pool.num_items == 2
+    assert first.hash == second.hash
+
+
+def test_a_thread_that_waits_for_an_item_of_another_one_can_leave(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media = llm.frontend.media
+    media.info()
+    pool = SlowMedia(folder, loses=False)
+    monkeypatch.setattr(media, "pool", pool)
+    content = read_item(picture(60, 60, 90), "image", "x")
+    leaver = JobScope()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(JobScope().run, media.process, content)
+        eventually(lambda: bool(media._running))
+        other = threads.submit(leaver.run, media.process, content)
+        leaver.cancel()
+        with pytest.raises(CancelledError):
+            other.result(120)
+        assert not first.done()
+        pool.may_begin.set()
+        assert first.result(120).num_bytes
 
 
 def encoded(array: Any) -> str:

@@ -193,6 +193,30 @@ def test_hostile_media_are_refused_beside_good_requests(
     assert ask_well() == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["same", "different", "fetched"])
+def test_a_hundred_images_at_once_are_all_taken(
+    server: ServerProcess, folder: Path, kind: str, web_image: str
+) -> None:
+    """The same one is processed once. None is refused because others come with it."""
+
+    def ask(number: int) -> int:
+        url = (
+            web_image
+            if kind == "fetched"
+            else encoded(picture(80, 60, number if kind == "different" else 1000))
+        )
+        body = {"model": str(folder), "messages": [message("Say", url)], "max_tokens": 1}
+        return int(server.post("/v1/chat/completions", body).status_code)
+
+    before = media_lookups(server)
+    with ThreadPoolExecutor(100) as threads:
+        assert set(threads.map(ask, range(100))) == {200}
+    queries, hits = (now - then for now, then in zip(media_lookups(server), before, strict=True))
+    assert queries == 100
+    assert hits == {"same": 99, "different": 0}.get(kind, hits)
+
+
 def test_too_many_images_and_stray_placeholders(server: ServerProcess, folder: Path) -> None:
     image = encoded(picture(40, 40))
     many = {"model": str(folder), "messages": [message(image, image, image)], **ASKED}
@@ -293,15 +317,17 @@ def test_the_list_of_models_says_that_images_are_taken(server: ServerProcess) ->
     assert card["takes_images"] is True
 
 
-def test_lookups_in_the_cache_of_processed_media_are_counted(server: ServerProcess) -> None:
-    def count() -> tuple[float, float]:
-        text = server.get("/metrics").text
-        found = re.findall(r"mm_cache_(queries|hits)_total\{.*\} (\S+)", text)
-        values = {name: float(value) for name, value in found}
-        return values["queries"], values["hits"]
+def media_lookups(server: ServerProcess) -> tuple[float, float]:
+    """In the cache of processed media: all, and those that found an item."""
+    text = server.get("/metrics").text
+    found = re.findall(r"mm_cache_(queries|hits)_total\{.*\} (\S+)", text)
+    values = {name: float(value) for name, value in found}
+    return values["queries"], values["hits"]
 
-    queries, hits = count()
+
+def test_lookups_in_the_cache_of_processed_media_are_counted(server: ServerProcess) -> None:
+    queries, hits = media_lookups(server)
     body = {"messages": [message("Say", encoded(picture(31, 77)))], "max_tokens": 1}
     for _ in range(2):
         assert server.post("/v1/chat/completions", body).status_code == 200
-    assert count() == (queries + 2, hits + 1)
+    assert media_lookups(server) == (queries + 2, hits + 1)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.config import EngineConfig, ServerConfig
+from penstock.confined.scope import need_turn, waiting
+from penstock.server.http.access import current_tenant
 from penstock.server.http.middleware import BodyLimit
 from penstock.server.openai import chat_batch
-from penstock.server.service import LARGE_BODY_BYTES, Service, current_body_bytes
+from penstock.server.service import (
+    LARGE_BODY_BYTES,
+    NUM_MEDIA_TURNS,
+    NUM_TEXT_THREADS,
+    Service,
+    current_body_bytes,
+)
 
 
 async def handle(size: int, work: Any, service: Service) -> Any:
@@ -62,6 +72,44 @@ def test_small_requests_do_not_wait_for_large_ones(service: Service) -> None:
     finally:
         release.set()
     assert current_body_bytes.get() == 0
+
+
+@pytest.mark.parametrize("size", [10, LARGE_BODY_BYTES + 1])
+def test_text_and_other_tenants_do_not_wait_for_media(service: Service, size: int) -> None:
+    """However many items a tenant sends, none is refused."""
+    release, done = threading.Event(), list[None]()
+
+    def prepare() -> str:
+        need_turn()
+        with waiting(Future[None]()):  # as for a process or another server
+            assert release.wait(120)
+        done.append(None)
+        return threading.current_thread().name
+
+    async def run() -> None:
+        count = NUM_TEXT_THREADS + 10
+        media = [asyncio.ensure_future(handle(size, prepare, service)) for _ in range(count)]
+        while service._media_turns.get("") is None or not service._media_turns[""].locked():
+            await asyncio.sleep(0)
+        assert await asyncio.wait_for(handle(size, lambda: 7, service), 120) == 7
+        token = current_tenant.set("other")
+        other = asyncio.ensure_future(handle(size, lambda: need_turn() or 8, service))
+        current_tenant.reset(token)
+        assert await asyncio.wait_for(other, 120) == 8
+        assert len(service._media_threads._threads) <= NUM_MEDIA_TURNS + 1
+        for task in media[-5:]:  # their clients leave
+            task.cancel()
+        release.set()
+        names = await asyncio.gather(*media[:-5])
+        assert all(name.startswith("media") for name in names)
+        assert len(done) == len(names)
+
+    try:
+        asyncio.run(run())
+    finally:
+        release.set()
+    gc.collect()  # tracebacks of those who left
+    assert not service._media_turns, "nothing is left of tenants"
 
 
 def test_of_a_batch_nothing_more_is_prepared_once_its_client_has_left(
