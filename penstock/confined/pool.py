@@ -1,10 +1,10 @@
 """ConfinedPool: decides which job runs in which confined process, and when a process is killed.
 
 A process starts when there is a job for it and ends when it is idle. A job that has used more than
-a quantum of CPU time is *slow*: its process gets a low priority and is replaced afterwards. A slow
-job is put off while jobs wait that are not slow yet, but never for a tenant that has as many jobs
-running as its own. One slow job at a time is never put off, so that every job reaches its end or
-its limit.
+a quantum of CPU time is *slow*: its process gets a low priority, see `Limits`, and is replaced
+afterwards. A slow job is put off while jobs wait that are not slow yet, but never for a tenant that
+has as many jobs running as its own. One slow job at a time is never put off, so that every job
+reaches its end or its limit.
 
 If a process dies or stalls, its job is retried once in another process.
 """
@@ -46,6 +46,9 @@ class Limits:
     num_workers: int = 4
     max_queued: int = 256
     quantum_s: float = 0.25  # CPU time after which a job is slow
+    # CPU time after which a job's process gets a low priority; None: as soon as the job is slow.
+    # Processes that start slowly should be replaced rarely.
+    low_priority_s: float | None = None
     stall_s: float = 5.0  # a process that is not runnable for this long counts as stalled
     idle_s: float = 60.0  # a process without jobs ends after this time
 
@@ -319,8 +322,10 @@ class ConfinedPool:
             worker.kill("stalled")
         if worker.is_starting:
             return
-        worker.is_slow |= cpu - worker.cpu_before >= self.limits.quantum_s
-        if worker.is_slow and not worker.has_low_priority:
+        used_s = cpu - worker.cpu_before
+        worker.is_slow |= used_s >= self.limits.quantum_s
+        late = used_s >= (self.limits.low_priority_s or 0.0)
+        if worker.is_slow and late and not worker.has_low_priority:
             worker.has_low_priority = True
             worker.process.lower_priority()
         if worker.is_slow and job.is_abandoned:

@@ -34,7 +34,13 @@ from penstock.protocol.media import EMBEDS, MediaItem, MediaTensor, Modality
 ENTRY = "penstock.media.worker:make_worker"
 MAX_PIXELS = 64 * 2**20  # of a decoded image
 LIMITS = Limits(
-    cpu_s=30.0, memory_bytes=3 * 2**30, num_workers=2, max_queued=256, quantum_s=1.0, stall_s=30.0
+    cpu_s=30.0,
+    memory_bytes=3 * 2**30,
+    num_workers=2,
+    max_queued=256,
+    quantum_s=1.0,
+    low_priority_s=5.0,  # most videos take less, and a process takes 3 s to start
+    stall_s=30.0,
 )
 GIB = 2**30
 MAX_UUIDS = 100_000

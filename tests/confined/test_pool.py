@@ -80,6 +80,21 @@ def test_a_worker_whose_job_has_ended_takes_the_next_one(
     assert again.result().decode() == pid
 
 
+@pytest.mark.parametrize(("low_priority_s", "stays"), [(None, False), (600.0, True)])
+def test_a_process_is_replaced_if_its_priority_was_lowered(
+    make_pool: MakePool, tmp_path: Path, low_priority_s: float | None, stays: bool
+) -> None:
+    pool = make_pool(quantum_s=0.1, low_priority_s=low_priority_s)
+    pid = int(ask(pool, "pid"))
+    slow = pool.submit(f"spin {tmp_path}/end".encode())
+    eventually(lambda: any(each.is_slow for each in pool._workers))
+    if not stays:
+        eventually(lambda: any(each.has_low_priority for each in pool._workers))
+    (tmp_path / "end").touch()
+    slow.result()
+    assert (int(ask(pool, "pid")) == pid) == stays
+
+
 def test_a_job_that_uses_up_its_cpu_time_ends_and_the_next_one_does_not_suffer(
     make_pool: MakePool,
 ) -> None:
