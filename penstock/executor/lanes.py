@@ -27,7 +27,7 @@ class LaneExecutor(MultiProcessExecutor):
         return super().call(method, *args)
 
     def launch_on(self, ranks: range, plan: StepPlan) -> None:
-        self._send("launch", (plan,), ranks=ranks)
+        self._send_plan(plan, ranks)
 
     def sample_on(self, ranks: range, masks: StepMasks | None) -> None:
         self._send("sample", (masks,), ranks=ranks)

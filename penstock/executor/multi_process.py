@@ -147,16 +147,19 @@ class MultiProcessExecutor:
         self._connections.append(Connection(os.dup(ours.fileno())))
 
     def launch(self, plan: StepPlan) -> None:
-        everyone = range(len(self._hosts))
-        # The first stage encodes media, whose files are on this machine.
-        remote = [rank for rank in everyone[: self._num_tp] if self._hosts[rank]]
-        if remote and encodes_media(plan):
-            self._send("launch", (with_content(plan),), ranks=remote)
-            self._send("launch", (plan,), ranks=[rank for rank in everyone if rank not in remote])
-        else:
-            self._send("launch", (plan,))
+        self._send_plan(plan, range(len(self._hosts)))
         if self._collects_early and not plan.masked:
             self._send("collect", (), is_answered=True)
+
+    def _send_plan(self, plan: StepPlan, ranks: range) -> None:
+        """Have these ranks launch a step. The first of them, a stage, encode media."""
+        # The files are on this machine.
+        remote = [rank for rank in ranks[: self._num_tp] if self._hosts[rank]]
+        if remote and encodes_media(plan):
+            self._send("launch", (with_content(plan),), ranks=remote)
+            self._send("launch", (plan,), ranks=[rank for rank in ranks if rank not in remote])
+        else:
+            self._send("launch", (plan,), ranks=ranks)
 
     def sample(self, masks: StepMasks | None) -> None:
         self._send("sample", (masks,))

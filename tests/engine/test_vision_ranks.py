@@ -20,6 +20,7 @@ from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor import multi_process
+from penstock.executor.lanes import LaneExecutor
 from penstock.executor.media_content import with_content
 from penstock.executor.nodes import free_port
 from penstock.layers.linear import Linear
@@ -222,18 +223,21 @@ def test_only_ranks_on_other_machines_that_encode_get_the_content(tmp_path: Path
     item = MediaItem(
         modality="image", hash=b"a", offset=0, length=1, runs=[(0, 1)], path=str(path), tensors=[]
     )
-    executor = object.__new__(multi_process.MultiProcessExecutor)
+    executor = object.__new__(LaneExecutor)
     executor._num_tp, executor._hosts = 2, ["", "far", "", "far"]
     executor._collects_early = False
-    sent: list[tuple[list[int] | None, Any]] = []
+    sent: list[tuple[list[int], Any]] = []
 
-    def send(method: str, args: tuple[Any, ...], ranks: Any = None) -> None:
-        sent.append((ranks, [getattr(job, "content", None) for job in args[0].jobs]))
+    def send(method: str, args: tuple[Any, ...], ranks: Any) -> None:
+        sent.append(([*ranks], [getattr(job, "content", None) for job in args[0].jobs]))
 
     executor._send = send  # type: ignore[assignment]
     executor.launch(plan_of(EncodeMedia(item)))
     executor.launch(plan_of(DropMedia(b"a")))
-    assert sent == [([1], [b"pixels"]), ([0, 2, 3], [None]), (None, [None])]
+    assert sent == [([1], [b"pixels"]), ([0, 2, 3], [None]), ([0, 1, 2, 3], [None])]
+    sent.clear()
+    executor.launch_on(range(2, 4), plan_of(EncodeMedia(item)))  # of a replica that shares experts
+    assert sent == [([3], [b"pixels"]), ([2], [None])]
 
 
 @pytest.mark.usefixtures("local_stages")
