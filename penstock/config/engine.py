@@ -222,16 +222,18 @@ class ParallelConfig:
             fitting = [str(n) for n in range(1, self.num_ranks + 1) if self.num_ranks % n == 0]
             raise ConfigError(
                 f"nnodes must divide the {self.num_ranks} ranks (tensor_parallel_size x "
-                f"pipeline_parallel_size), got {self.nnodes}: use {', '.join(fitting)}"
+                f"pipeline_parallel_size{' x data_parallel_size' if self.num_lanes > 1 else ''}), "
+                f"got {self.nnodes}: use {', '.join(fitting)}"
             )
         if self.nnodes > 1 and self.distributed_executor_backend == "ray":
             raise ConfigError("nnodes > 1 is for distributed_executor_backend=mp: drop one of them")
         if self.ray_address is not None and self.distributed_executor_backend != "ray":
             raise ConfigError("ray_address needs distributed_executor_backend=ray")
-        if self.nnodes > 1 and self.data_parallel_size > 1:
+        if self.nnodes > 1 and self.num_engines > 1:
             raise ConfigError(
-                "nnodes > 1 and data_parallel_size > 1 cannot be combined: start a server per "
-                "replica, with data_parallel_rank"
+                "nnodes > 1 and data_parallel_size > 1 can be combined only with "
+                "enable_expert_parallel: otherwise start a server per replica, with "
+                "data_parallel_rank"
             )
 
     @property

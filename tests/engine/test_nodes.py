@@ -126,7 +126,11 @@ def test_an_address_of_another_machine_cannot_be_node_0s() -> None:
     [
         ({"nnodes": 3}, "nnodes must divide the 2 ranks .* got 3: use 1, 2"),
         ({"node_rank": 2}, r"node_rank must be below nnodes \(2\), got 2"),
-        ({"data_parallel_size": 2}, "nnodes > 1 and data_parallel_size > 1 cannot be combined"),
+        ({"data_parallel_size": 2}, "only with enable_expert_parallel: .* a server per replica"),
+        (
+            {"data_parallel_size": 3, "enable_expert_parallel": True, "nnodes": 4},
+            "the 6 ranks .* x data_parallel_size.* got 4: use 1, 2, 3, 6",
+        ),
         ({"master_port": 70000}, "master_port must be at most 65535"),
     ],
 )
@@ -196,17 +200,37 @@ def test_a_pause_of_the_engine_is_no_silence_of_the_others(
     assert silence.is_too_long()
 
 
+def start_node(model: Path, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """The node that node 0 waits for, with the same options."""
+    flags = [f"--{name.replace('_', '-')}" for name in options]
+    values = ["" if value is True else str(value) for value in options.values()]
+    pairs = [part for pair in zip(flags, values, strict=True) for part in pair if part]
+    command = [sys.executable, "-m", "penstock", "serve", str(model), *pairs, "--node-rank", "1"]
+    return subprocess.Popen(command)
+
+
+@pytest.mark.slow
+def test_replicas_that_share_experts_may_be_on_two_nodes(tmp_path: Path) -> None:
+    model, port = make_checkpoint(tmp_path, "qwen3_moe"), free_port("127.0.0.1")
+    with open_llm(model) as llm:
+        expected = greedy_tokens(llm, PROMPTS)
+    spread = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    options = {**OPTIONS, **spread, "nnodes": 2, "master_port": port}
+    with start_node(model, options) as node:
+        try:
+            with LLM(str(model), **options) as llm:
+                assert greedy_tokens(llm, PROMPTS) == expected
+        finally:
+            node.terminate()
+
+
 def test_stages_on_two_nodes_give_one_ranks_tokens_and_a_death_is_told(tmp_path: Path) -> None:
     """The other node joins the next engine, too."""
     model, port = make_checkpoint(tmp_path, "llama"), free_port("127.0.0.1")
     with open_llm(model) as llm:
         expected = greedy_tokens(llm, PROMPTS)
     options = {**OPTIONS, "pipeline_parallel_size": 2, "nnodes": 2, "master_port": port}
-    flags = [f"--{name.replace('_', '-')}" for name in options]
-    values = ["" if value is True else str(value) for value in options.values()]
-    pairs = [part for pair in zip(flags, values, strict=True) for part in pair if part]
-    command = [sys.executable, "-m", "penstock", "serve", str(model), *pairs, "--node-rank", "1"]
-    with subprocess.Popen(command) as node:
+    with start_node(model, options) as node:
         try:
             with LLM(str(model), **options) as llm:
                 assert greedy_tokens(llm, PROMPTS) == expected
