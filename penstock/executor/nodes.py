@@ -210,7 +210,7 @@ def _join(config: EngineConfig) -> Iterator[socket.socket]:
 
 
 def _join_one(parallel: ParallelConfig, join: Join, deadline: float) -> socket.socket:
-    address = (parallel.master_addr, parallel.master_port)
+    address, has_said = (parallel.master_addr, parallel.master_port), False
     while True:
         try:
             end = socket.create_connection(address, timeout=10.0)
@@ -221,12 +221,16 @@ def _join_one(parallel: ParallelConfig, join: Join, deadline: float) -> socket.s
             with connection:
                 answer = msgspec.msgpack.decode(connection.recv_bytes(), type=JoinAnswer)
         except (OSError, EOFError) as error:
-            if time.monotonic() > deadline:
+            reason = getattr(error, "strerror", None) or error or "it closed the connection"
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise ConfigError(
-                    f"node 0 cannot be reached at {address[0]}:{address[1]} "
-                    f"({getattr(error, 'strerror', None) or error or 'it closed the connection'}): "
-                    "check --master-addr, --master-port and that node 0 runs"
+                    f"node 0 cannot be reached at {address[0]}:{address[1]} ({reason}): check "
+                    "--master-addr, --master-port and that node 0 runs"
                 ) from error
+            if not has_said:
+                has_said = True
+                logger.info("Waiting up to %.0f s for node 0 at %s:%d (%s)", left, *address, reason)
             time.sleep(RETRY_S)
             continue
         if isinstance(answer, Raised):

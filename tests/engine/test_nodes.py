@@ -109,11 +109,19 @@ def test_a_node_that_does_not_come_is_named_and_strangers_are_ignored(
     listener.close()
 
 
-def test_a_node_0_that_is_not_there_is_named() -> None:
+def test_a_node_0_that_is_not_there_is_named_while_it_is_awaited_and_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = config_of(master_port=free_port("127.0.0.1"), node_rank=1)
     join = Join(VERSION, {}, 1, 0, "far")
-    with pytest.raises(ConfigError, match=r"node 0 cannot be reached at 127\.0\.0\.1:\d+"):
-        nodes._join_one(config.parallel, join, deadline=0.0)
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(ConfigError, match=r"node 0 cannot be reached at 127\.0\.0\.1:\d+"),
+    ):
+        nodes._join_one(config.parallel, join, deadline=time.monotonic() + nodes.RETRY_S)
+    (line,) = caplog.messages
+    assert line.startswith("Waiting up to 0 s for node 0 at 127.0.0.1:")
+    assert "refused" in line
 
 
 def test_an_address_of_another_machine_cannot_be_node_0s() -> None:
