@@ -131,6 +131,12 @@ class ParallelConfig:
         "with experts. With data_parallel_size they are spread over the ranks of all replicas, "
         "which then are one engine and step together (docs/scaling.md).",
     )
+    all2all_backend: Literal["all_to_all", "allgather_reducescatter"] = option(
+        "all_to_all",
+        "How tokens reach experts that are spread over replicas. all_to_all: only the ranks of "
+        "their experts; allgather_reducescatter: all ranks, which moves less if a token has more "
+        "experts than there are ranks.",
+    )
     enable_eplb: bool = option(
         False,
         "Move experts between ranks so that all have equal work, with copies of the busiest ones. "

@@ -141,9 +141,6 @@ NOT_SUPPORTED = {
     "decode_context_parallel_size": ForeignOption("use tensor_parallel_size", (1,)),
     "enable_dbo": _switch("leave it out"),
     "enable_elastic_ep": _switch("leave it out"),
-    "all2all_backend": ForeignOption(
-        "use enable_expert_parallel: the kind of ranks decides", ("allgather_reducescatter",)
-    ),
     "ray_workers_use_nsight": _switch("leave it out"),
     "worker_cls": ForeignOption("leave it out", ("auto",)),
     "worker_extension_cls": ForeignOption("leave it out"),

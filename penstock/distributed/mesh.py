@@ -56,6 +56,12 @@ class RankGroup:
         dist.all_gather([*stacked.unbind(0)], x.contiguous(), group=self.process_group)
         return stacked
 
+    def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """A tensor for each rank, of one shape -> the sum of what all ranks have for this one."""
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter(out, parts, group=self.process_group)
+        return out
+
     def broadcast(self, x: torch.Tensor, rank: int) -> None:
         """Give all ranks the tensor of one, in place."""
         if self.size > 1:

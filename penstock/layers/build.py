@@ -26,6 +26,7 @@ class Build:
     shards_towers: bool = False  # of vision: over tensor-parallel ranks, by heads
     takes_media: tuple[str, ...] = ()  # modalities that requests may have
     num_redundant_experts: int = 0  # second copies, over all ranks that experts are spread over
+    gathers_tokens: bool = False  # for experts that are spread over replicas: on all ranks
 
     def in_float32(self) -> Build:
         """For layers after pooling, which compute in float32 whatever the model's type."""

@@ -1,8 +1,6 @@
 """Experts that are spread over ranks with different tokens: tokens go to the experts and back.
 
-Every rank sends each of its tokens to the ranks that hold the token's experts, and gets the
-outputs of the experts back one by one. It adds them in the order of the experts' numbers, as one
-rank does. So a token's result does not depend on where its experts are.
+`ExpertExchange` sends each token to the ranks of its experts alone, `GatheringExchange` to all.
 """
 
 from __future__ import annotations
@@ -10,24 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.expert_placement import PlacedExperts
 
-# (rows [m, hidden], weights [m, 1], ids [m, 1]) -> [m, hidden]
-RunRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (x [n, hidden], weights [n, k], ids [n, k]) -> weighted sums [n, hidden]
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def run_scaled(run: Run, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Run each selection as a token of its own: scaled before its one expert, with weight 1."""
+    scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)  # [n * top_k, hidden]
+    routed = run(scaled, torch.ones_like(weights).view(-1, 1), ids.reshape(-1, 1))
+    return routed.view(*weights.shape, x.shape[1]).sum(1)
 
 
 class ExpertExchange(nn.Module):
-    """Dispatches tokens to the ranks of their experts, and combines the outputs."""
+    """Dispatches tokens to the ranks of their experts, and combines the outputs (all-to-all).
 
-    def __init__(self, build: Build, hidden_size: int) -> None:
+    Every rank sends each of its tokens to the ranks that hold the token's experts, and gets the
+    outputs of the experts back one by one. It adds them in the order of the experts' numbers, as
+    one rank does. So a token's result does not depend on where its experts are.
+    """
+
+    def __init__(self, build: Build, hidden_size: int, scale_inputs: bool) -> None:
         super().__init__()
         self.ep, self.tp = build.mesh.ep, build.tp
         self.device = build.device
         self.hidden_size = hidden_size
+        self.scale_inputs = scale_inputs  # routing weights scale inputs, not outputs
 
     def forward(
         self,
@@ -35,8 +45,7 @@ class ExpertExchange(nn.Module):
         weights: torch.Tensor,  # [n, top_k] float32
         ids: torch.Tensor,  # [n, top_k]
         placed: PlacedExperts,
-        run: RunRows,
-        scale_inputs: bool = False,
+        run: Run,  # this rank's experts, by their places
     ) -> torch.Tensor:
         """Each token's weighted sum over its experts: [n, hidden_size].
 
@@ -45,18 +54,16 @@ class ExpertExchange(nn.Module):
         count = len(x)
         size = -(-count // self.tp.size)  # tokens of a rank
         own = slice(min(self.tp.rank * size, count), min((self.tp.rank + 1) * size, count))
-        output = self._exchange(x[own], weights[own], ids[own], placed, run, scale_inputs)
+        output = self._exchange(x[own], weights[own], ids[own], placed, run)
         if self.tp.size == 1 or not count:
             return output
-        padded = x.new_zeros(size, x.shape[1])
-        padded[: len(output)] = output
-        return self.tp.stack(padded).flatten(0, 1)[:count]
+        return self.tp.stack(_padded(output, size)).flatten(0, 1)[:count]
 
-    def join(self, placed: PlacedExperts, run: RunRows, dtype: torch.dtype, top_k: int) -> None:
+    def join(self, placed: PlacedExperts, run: Run, dtype: torch.dtype, top_k: int) -> None:
         """Compute other replicas' tokens in a step in which this one has none."""
         x = torch.empty(0, self.hidden_size, dtype=dtype, device=self.device)
         weights = torch.empty(0, top_k, device=self.device)
-        self._exchange(x, weights, weights.int(), placed, run, False)
+        self._exchange(x, weights, weights.int(), placed, run)
 
     def _exchange(
         self,
@@ -64,8 +71,7 @@ class ExpertExchange(nn.Module):
         weights: torch.Tensor,
         ids: torch.Tensor,
         placed: PlacedExperts,
-        run: RunRows,
-        scale_inputs: bool,
+        run: Run,
     ) -> torch.Tensor:
         num_tokens, top_k = ids.shape
         ids, order = ids.long().sort(dim=-1)  # a token's experts in the order of their numbers
@@ -73,11 +79,11 @@ class ExpertExchange(nn.Module):
         owners, places = (found.flatten() for found in placed.find(weights, ids))
         by_owner = owners.argsort(stable=True)
         rows = x.repeat_interleave(top_k, dim=0)
-        if scale_inputs:
+        if self.scale_inputs:
             rows = rows * weights.flatten()[:, None].to(x.dtype)
         sent = owners.bincount(minlength=self.ep.size)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.ep.process_group)
+        one_each = [1] * self.ep.size
+        received = self.ep.exchange(sent, one_each, one_each)
         going, coming = sent.tolist(), received.tolist()
         others = self.ep.exchange(rows[by_owner], going, coming)
         numbers = self.ep.exchange(places[by_owner], going, coming)
@@ -89,5 +95,47 @@ class ExpertExchange(nn.Module):
         total = torch.zeros_like(x)
         for place in range(top_k):
             each = by_token[:, place]
-            total += each if scale_inputs else (each * weights[:, place, None]).to(x.dtype)
+            total += each if self.scale_inputs else (each * weights[:, place, None]).to(x.dtype)
         return total
+
+
+class GatheringExchange(ExpertExchange):
+    """All ranks get all tokens (all-gather), and add up what their experts make of them
+    (reduce-scatter).
+
+    That moves less if a token has more experts than there are ranks. Sums have another order than
+    one rank's.
+    """
+
+    def _exchange(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        placed: PlacedExperts,
+        run: Run,
+    ) -> torch.Tensor:
+        top_k = ids.shape[1]
+        counts = self.ep.stack(torch.tensor([len(x)], device=self.device)).flatten().tolist()
+        choices = torch.cat([weights.view(torch.int32), ids.to(torch.int32)], dim=1)
+        rows, choices = self._gather(x, counts), self._gather(choices, counts)
+        weights, ids = choices[:, :top_k].contiguous().view(torch.float32), choices[:, top_k:]
+        weights, places = placed.held_here(weights, ids)
+        if self.scale_inputs:
+            outputs = run_scaled(run, rows, weights, places)
+        else:
+            outputs = run(rows, weights, places)
+        parts = [_padded(part, max(counts)) for part in torch.split(outputs, counts)]
+        return self.ep.reduce_scatter(parts)[: len(x)]
+
+    def _gather(self, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """The rows of all ranks, in rank order."""
+        parts = self.ep.stack(_padded(own, max(counts)))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [n, *shape] with rows of zeros behind it: [size, *shape]."""
+    padded = x.new_zeros(size, *x.shape[1:])
+    padded[: len(x)] = x
+    return padded

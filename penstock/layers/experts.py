@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.expert_exchange import ExpertExchange
+from penstock.layers.expert_exchange import ExpertExchange, GatheringExchange, run_scaled
 from penstock.layers.expert_placement import PlacedExperts, Placement
 from penstock.layers.expert_router import Router
 from penstock.layers.expert_share import take_share
@@ -86,7 +86,8 @@ class Experts(nn.Module):
             args = (config.placement, config.num_experts, build.mesh.ep.rank, build.device)
             self.placed = PlacedExperts(*args)
         if build.mesh.spans_replicas:
-            self.exchange = ExpertExchange(build, config.hidden_size)
+            kind = GatheringExchange if build.gathers_tokens else ExpertExchange
+            self.exchange = kind(build, config.hidden_size, config.scale_inputs)
         self.shared_expert = self.shared_expert_gate = None
         if config.shared_size:
             self.shared_expert = GatedMLP(build, config.hidden_size, config.shared_size)
@@ -101,7 +102,7 @@ class Experts(nn.Module):
             self.record[: len(ids)] = ids
         if self.exchange is not None:
             assert self.placed is not None
-            output = self.exchange(x, weights, ids, self.placed, self.experts, self.scale_inputs)
+            output = self.exchange(x, weights, ids, self.placed, self.experts)
         else:
             if self.placed is not None:
                 weights, ids = self.placed.held_here(weights, ids)
@@ -128,10 +129,7 @@ class Experts(nn.Module):
     def _run_scaled(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Run each selection as a token of its own: scaled before its one expert, with weight 1."""
-        scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)  # [n * top_k, hidden]
-        routed = self._run(scaled, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1))
-        return routed.view(*weights.shape, x.shape[1]).sum(1)
+        return run_scaled(self._run, x, weights, ids)
 
 
 class ExpertWeights(nn.Module):

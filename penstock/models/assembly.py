@@ -63,6 +63,7 @@ def load_model(
         takes_media=config.media.modalities,
         shards_towers=config.media.mm_encoder_tp_mode == "weights",
         num_redundant_experts=config.parallel.num_redundant_experts,
+        gathers_tokens=config.parallel.all2all_backend == "allgather_reducescatter",
     )
     merger = None
     settings = source.config

@@ -30,6 +30,7 @@ BALANCED = {  # with a move of experts every few steps
     "eplb_config": {"num_redundant_experts": 1, "window_size": 3, "step_interval": 4},
 }
 
+GATHERED = {"all2all_backend": "allgather_reducescatter"}  # sums have another order
 SPREAD = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
 
 
@@ -119,6 +120,12 @@ def test_two_ranks_with_some_experts_each_give_one_ranks_tokens(
         pytest.param("qwen3_moe", 2, IN_CHUNKS, False, marks=pytest.mark.slow),
         pytest.param("mixtral", 1, {"cpu_backend": "torch"}, False, marks=pytest.mark.slow),
         pytest.param("llama4", 1, {}, False, marks=pytest.mark.slow),
+        pytest.param("llama4", 1, GATHERED, False, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", 1, GATHERED | BALANCED, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, GATHERED | IN_CHUNKS, False, marks=pytest.mark.slow),
+        pytest.param(
+            "gpt_oss", 1, GATHERED | {"cpu_backend": "torch"}, False, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_replicas_that_share_experts_give_one_ranks_tokens(

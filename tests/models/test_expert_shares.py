@@ -102,22 +102,70 @@ class ThreadGroup(RankGroup):
 
     mail: dict[tuple[int, int], Queue[torch.Tensor]] = {}  # each test's own, by sender and receiver
 
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._swap([x] * self.size))
+
+    def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(self._swap(parts)).sum(0)
+
+    def _swap(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        for rank, part in enumerate(parts):
+            self.mail[self.rank, rank].put(part.clone())
+        return [self.mail[rank, self.rank].get(timeout=60) for rank in range(self.size)]
+
     def exchange(self, x: torch.Tensor, going: list[int], coming: list[int]) -> torch.Tensor:
-        for rank, rows in enumerate(x.split(going)):
-            self.mail[self.rank, rank].put(rows.clone())
-        parts = [self.mail[rank, self.rank].get(timeout=60) for rank in range(self.size)]
+        parts = self._swap([*x.split(going)])
         assert [len(part) for part in parts] == coming
         return torch.cat(parts)
 
 
+@pytest.fixture
+def mail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between up to four ranks."""
+    pairs = itertools.product(range(4), repeat=2)
+    monkeypatch.setattr(ThreadGroup, "mail", {pair: Queue() for pair in pairs})
+
+
+@pytest.mark.usefixtures("mail")
+@pytest.mark.parametrize("scale_inputs", [False, True])
+@pytest.mark.parametrize("gathers_tokens", [False, True])
+def test_tokens_of_three_ranks_reach_their_experts(
+    gathers_tokens: bool, scale_inputs: bool
+) -> None:
+    """One has no tokens, and takes part."""
+    config = ExpertsConfig(5, 8, 16, Routing(3), scale_inputs=scale_inputs)
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), gathers_tokens=gathers_tokens)
+    torch.manual_seed(2)
+    whole = Experts(build, config)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter)
+    texts = [torch.randn(4, 8), torch.randn(0, 8), torch.randn(7, 8)]
+
+    def compute(rank: int) -> torch.Tensor:
+        own = Experts(replace(build, mesh=Mesh(ep=ThreadGroup(rank, 3))), config)
+        own.gate.load_state_dict(whole.gate.state_dict())
+        for place, expert in enumerate(own.config.own_experts):
+            theirs = whole.experts.tensors_of(expert)
+            for mine, tensor in zip(own.experts.tensors_of(place), theirs, strict=True):
+                mine.copy_(tensor)
+        if len(texts[rank]):
+            return own(texts[rank])
+        own.join()
+        return texts[rank]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(compute, range(3)))
+    for rows, text in zip(found, texts, strict=True):
+        torch.testing.assert_close(rows, whole(text), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("mail")
 @KINDS
 def test_experts_with_copies_add_up_before_and_after_they_move(
-    tmp_path: Path, variant: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, variant: str, options: dict[str, Any]
 ) -> None:
     """Every copy of an expert computes some of its tokens."""
     checkpoint, ranks = make_variant(tmp_path, variant), 4
-    pairs = itertools.product(range(ranks), repeat=2)
-    monkeypatch.setattr(ThreadGroup, "mail", {pair: Queue() for pair in pairs})
     whole = load(checkpoint, Mesh(), **options)[0]
     eplb = {"enable_expert_parallel": True, "data_parallel_size": ranks, "enable_eplb": True,
             "eplb_config": {"num_redundant_experts": 4}}  # fmt: skip
