@@ -25,7 +25,7 @@ from penstock.config.options import (
 )
 from penstock.config.pooling import PoolingConfig
 from penstock.config.profiler import ProfilerConfig
-from penstock.config.speculative import READS_EMBEDDING, SpeculativeConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.config.vllm_names import leave_out_foreign
 from penstock.protocol.errors import ConfigError
 
@@ -382,11 +382,11 @@ class EngineConfig:
     def _check_stages(self) -> None:
         """Refuse what pipeline stages cannot do."""
         settings = self.speculative.settings
-        if settings is not None and settings.method in READS_EMBEDDING:
+        if settings is not None and settings.method == "eagle3":
             raise ConfigError(
-                f"method {settings.method} and pipeline_parallel_size > 1 cannot be combined, "
-                "because the last stage has no embedding: use another method of "
-                "speculative_config, or tensor_parallel_size"
+                "method eagle3 and pipeline_parallel_size > 1 cannot be combined, because the head "
+                "reads hidden states of earlier stages: use another method of speculative_config, "
+                "or tensor_parallel_size"
             )
         if self.model.enable_return_routed_experts:
             raise ConfigError(

@@ -39,7 +39,7 @@ _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
 }
-READS_EMBEDDING = ("eagle", "eagle3", "mtp")  # methods that draft with the target's embedding
+READS_EMBEDDING = ("eagle", "mtp")  # methods by which a pipeline stage embeds what it drafts
 # vLLM's methods that have another name here.
 _FOREIGN_METHODS: Mapping[str, str] = {
     "ngram_gpu": "ngram",

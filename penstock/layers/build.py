@@ -22,6 +22,9 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
     tower_method: LinearMethod = field(default_factory=DenseMethod)  # of vision: never quantized
+    embeds_drafts: bool = (
+        False  # the last pipeline stage has the embedding, too: a drafter reads it
+    )
     generates: bool = True  # False: hidden states are pooled, without logits
     shards_towers: bool = False  # of vision: over tensor-parallel ranks, by heads
     takes_media: tuple[str, ...] = ()  # modalities that requests may have

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
+from penstock.config.speculative import READS_EMBEDDING
 from penstock.distributed.mesh import Mesh
 from penstock.layers.build import Build
 from penstock.layers.expert_share import names_elsewhere
@@ -51,6 +52,7 @@ def load_model(
     dtypes = dataclasses.replace(dtypes, compute=backend.dtype)
     if config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
         dtypes = dataclasses.replace(dtypes, kv=backend.kv_dtype)
+    drafts = config.speculative.settings
     build = Build(
         dtype=dtypes.compute,
         device=platform.device,
@@ -59,6 +61,7 @@ def load_model(
         mesh=mesh,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
         tower_method=backend.tower_method,
+        embeds_drafts=drafts is not None and drafts.method in READS_EMBEDDING,
         generates=task == "generate",
         takes_media=config.media.modalities,
         shards_towers=config.media.mm_encoder_tp_mode == "weights",

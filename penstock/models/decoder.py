@@ -151,7 +151,8 @@ class DecoderLM(Model):
             self.layer(index) if index in self.stage else nn.Identity()
             for index in range(config.num_layers)
         ]
-        embeds = mesh.is_first_stage or (mesh.is_last_stage and config.tie_word_embeddings)
+        embeds_last = config.tie_word_embeddings or build.embeds_drafts
+        embeds = mesh.is_first_stage or (mesh.is_last_stage and embeds_last)
         self.model = Decoder(
             VocabEmbedding(build, config.vocab_size, config.hidden_size) if embeds else None,
             layers,
@@ -248,7 +249,7 @@ class DecoderLM(Model):
         return self.build.generates or not sees_all
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        assert self.model.embed_tokens is not None, "the first stage embeds"
+        assert self.model.embed_tokens is not None, "this stage does not embed"
         x: torch.Tensor = self.model.embed_tokens(token_ids)
         return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 

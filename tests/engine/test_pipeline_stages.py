@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_heads import make_eagle
+from mtp_targets import make_target
 from stages import local_stages, stages_of
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
@@ -19,6 +21,8 @@ from penstock.layers.build import Build
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
+from penstock.runner.drafter import Drafts, DraftStep
+from penstock.runner.drafters.head import HeadDrafter
 
 __all__ = ["local_stages"]
 pytestmark = pytest.mark.usefixtures("local_stages")
@@ -49,17 +53,30 @@ DRAFTED = [
     ("llama", {"method": "custom", "model": "drafters:AtRandom"}),
     ("qwen3_next", {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}),
     ("qwen2_windowed", {"method": "draft_model", "model": "itself"}),
+    ("llama", {"method": "eagle", "model": "head"}),
+    ("deepseek_v3", {"method": "mtp"}),
 ]
+
+
+def make_drafted(
+    folder: Path, variant: str, settings: dict[str, Any]
+) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint, and speculation with what drafts for it."""
+    make = make_target if settings["method"] == "mtp" else make_checkpoint
+    checkpoint = make(folder, variant)
+    settings = {**settings, "adaptive": False}
+    if settings.get("model") == "itself":
+        settings["model"] = str(checkpoint)
+    elif settings.get("model") == "head":
+        settings["model"] = str(make_eagle(folder / "head", checkpoint))
+    return checkpoint, settings
 
 
 @pytest.mark.parametrize(("variant", "settings"), DRAFTED)
 def test_stages_verify_drafts(variant: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """All stages go back to the accepted ones, also those with recurrent layers."""
-    checkpoint = make_checkpoint(tmp_path, variant)
+    checkpoint, settings = make_drafted(tmp_path, variant, settings)
     expected = tokens(checkpoint)
-    settings = {**settings, "adaptive": False}
-    if settings.get("model") == "itself":
-        settings["model"] = str(checkpoint)
     with open_llm(
         checkpoint, max_num_batched_tokens=24, pipeline_parallel_size=2, speculative_config=settings
     ) as llm:
@@ -68,6 +85,33 @@ def test_stages_verify_drafts(variant: str, settings: dict[str, Any], tmp_path: 
         assert [each.outputs[0].token_ids for each in seeded] == expected[1]
         found = llm.engine.speculation_stats()
         assert found.num_draft_tokens >= found.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(("variant", "settings"), DRAFTED[-2:])
+def test_heads_draft_on_the_last_stage_what_they_draft_on_one_rank(
+    variant: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few of these drafts are accepted, so the tokens say little about them."""
+    checkpoint, settings = make_drafted(tmp_path, variant, settings)
+    propose, found = HeadDrafter.propose, list[list[int]]()
+
+    def recorded(drafter: HeadDrafter, step: DraftStep) -> Drafts:
+        drafts = propose(drafter, step)
+        assert drafts.token_ids is not None
+        found.extend(drafts.token_ids.tolist())
+        return drafts
+
+    monkeypatch.setattr(HeadDrafter, "propose", recorded)
+    prompt = random_prompts(3, 30)  # alone: its steps are the same
+    of_each = []
+    for stages in (1, 2):
+        found.clear()
+        with open_llm(
+            checkpoint, pipeline_parallel_size=stages, speculative_config=settings
+        ) as llm:
+            greedy_tokens(llm, prompt)
+        of_each.append([*found])
+    assert of_each[0] == of_each[1] != []
 
 
 def test_a_stage_has_its_layers_and_nothing_else(tmp_path: Path) -> None:
@@ -154,7 +198,10 @@ def test_models_without_stages_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"speculative_config": {"method": "mtp"}}, {"enable_return_routed_experts": True}],
+    [
+        {"speculative_config": {"method": "eagle3", "model": "head"}},
+        {"enable_return_routed_experts": True},
+    ],
 )
 def test_what_stages_cannot_do_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size > 1 cannot be combined"):

@@ -64,9 +64,8 @@ class HeadDrafter(ModelDrafter):
         # What the head made of a step's rows. Captured graphs write it, so it never moves.
         self._combined = torch.zeros(self._max_rows, size, dtype=dtype, device=device)
         # A layer of the target whose metadata are those of the head's layer.
-        groups = memory.layout.groups
         self._neighbours = {
-            name: groups[group].layer_names[0] for name, group in self.groups.items()
+            name: memory.layer_names[group][0] for name, group in self.groups.items()
         }
         self._hidden = self._before[:0]  # of the rows that are computed
 
