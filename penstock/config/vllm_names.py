@@ -332,6 +332,9 @@ BENCH_BACKENDS = {
 
 # Arguments of methods that are accepted with these values only.
 ARGUMENTS = {
+    "chat_template": ForeignOption(
+        "set score_template in pooler_config, a text with {query} and {document}"
+    ),
     "chat_template_content_format": ForeignOption("set it for the engine", ("auto",)),
     "reset_running_requests": ForeignOption("abort the requests to free their blocks"),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 from tqdm import tqdm
 
+from penstock.config.vllm_names import refuse_arguments
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
 from penstock.engine.lora_requests import LoRARequestOrList, LoRARequests, with_adapter
@@ -87,7 +88,7 @@ class PoolingMethods:
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         pooling_task: PoolingTask | None = None,
         use_tqdm: bool = True,
@@ -96,20 +97,19 @@ class PoolingMethods:
         priority: Sequence[int] | None = None,
         tokenization_kwargs: TokenizationKwargs = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool each prompt. Returns one vector per prompt or per token, in order of the prompts."""
-        params = PoolingParams() if pooling_params is None else pooling_params
-        if not isinstance(params, PoolingParams):
-            raise InputError(
-                f"pooling_params must be PoolingParams, got {params!r:.80}", "pooling_params"
-            )
-        task = params.task if pooling_task is None else pooling_task
-        params = msgspec.structs.replace(params, task=task)
+        """Pool each prompt. Returns one vector per prompt or per token, in order of the prompts.
+
+        `pooling_params` are those of all prompts, or a list with those of each.
+        """
         truncation = InputTruncation(truncate_prompt_tokens)
         special = read_options(tokenization_kwargs, None).add_special_tokens
         items = with_priorities(prompts, priority)
         adapters = self._adapters_of_pooled(lora_request, len(items))
         inputs = []
-        for item, order in items:
+        given = _params_for(len(items), pooling_params)
+        for (item, order), own in zip(items, given, strict=True):
+            task = own.task if pooling_task is None else pooling_task
+            params = msgspec.structs.replace(own, task=task)
             prompt, cache_salt = read_pooling_prompt(item)
             options = InputOptions(truncation, special, order, cache_salt)
             inputs.append((prompt, params, options))
@@ -118,7 +118,7 @@ class PoolingMethods:
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt."""
@@ -128,7 +128,7 @@ class PoolingMethods:
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels for each prompt."""
@@ -138,7 +138,7 @@ class PoolingMethods:
     def reward(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return a reward model's scores, per prompt or per token, depending on the model."""
@@ -159,19 +159,28 @@ class PoolingMethods:
         lora_request: LoRARequest | None = None,
         instruction: str | None = None,
         use_activation: bool | None = None,
+        pooling_params: PoolingParams | None = None,
+        tokenization_kwargs: TokenizationKwargs = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts: one text with each of several, or two lists pairwise.
+
+        `pooling_params` may set `use_activation`.
 
         A cross-encoder reads both texts at once. For an embedding model the score is the cosine
         similarity of the embeddings: that of `data_1` with the model's prompt for queries, those of
         `data_2` with its prompt for documents. `instruction` is for rerankers whose template uses
         one.
         """
+        refuse_arguments(chat_template=chat_template)
         info = pooling_info(self.frontend)
         kind = score_kind(info)
         adapters = self._adapters_of_pooled(lora_request, 1)
         pairs = pair_up(_texts("data_1", data_1), _texts("data_2", data_2))
-        options = InputOptions(InputTruncation(truncate_prompt_tokens))
+        special = read_options(tokenization_kwargs, None).add_special_tokens
+        options = InputOptions(InputTruncation(truncate_prompt_tokens), special)
+        if use_activation is None:
+            use_activation = _activation_of(pooling_params)
         if kind == "cross-encoder":
             params = PoolingParams(task="classify", use_activation=use_activation)
             prompts = [Pair(query, document, instruction) for query, document in pairs]
@@ -298,8 +307,39 @@ def _score(output: PoolingOutput) -> float | None:
     return None if output.data is None else float(output.data[0])
 
 
+def _params_for(
+    count: int, given: PoolingParams | Sequence[PoolingParams] | None
+) -> Sequence[PoolingParams]:
+    if given is None or isinstance(given, PoolingParams):
+        return [PoolingParams() if given is None else given] * count
+    is_list = isinstance(given, Sequence) and len(given) == count
+    if not is_list or not all(isinstance(item, PoolingParams) for item in given):
+        raise InputError(
+            f"pooling_params must be PoolingParams, or a list with those of each of {count} "
+            f"prompts, got {given!r:.80}",
+            "pooling_params",
+        )
+    return given
+
+
+def _activation_of(params: PoolingParams | None) -> bool | None:
+    """`use_activation` of the parameters for `score`, which may set nothing else."""
+    if params is None:
+        return None
+    if msgspec.structs.replace(params, use_activation=None, task=None) != PoolingParams():
+        raise InputError(
+            f"pooling_params of score may set use_activation only, got {params!r:.160}",
+            "pooling_params",
+        )
+    return params.use_activation
+
+
 def _texts(name: str, data: str | Sequence[str]) -> list[str]:
-    texts = [data] if isinstance(data, str) else list(data)
+    texts = [data] if isinstance(data, (str, Mapping)) else list(data)
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise InputError(f"{name} must be a text or a list of texts, got {data!r:.80}", name)
+        raise InputError(
+            f"{name} must be a text or a list of texts, got {data!r:.80}; for pairs with images, "
+            "write the prompts of the reranker's template and use classify (docs/pooling.md)",
+            name,
+        )
     return texts

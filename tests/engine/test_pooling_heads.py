@@ -59,7 +59,10 @@ def test_a_decoders_classifier_gives_the_probabilities_of_transformers(
     prompts = [{"prompt_token_ids": [max(t, 1) for t in p["prompt_token_ids"]]} for p in PROMPTS]
     with open_llm(tmp_path, max_num_batched_tokens=step_tokens) as llm:
         found = llm.classify(prompts, use_tqdm=False)
-        raw = llm.classify(prompts, PoolingParams(use_activation=False), use_tqdm=False)
+        each = [PoolingParams(use_activation=False)] * len(prompts)
+        raw = llm.classify(prompts, each, use_tqdm=False)
+        with pytest.raises(InputError, match=f"a list with those of each of {len(prompts)} prompt"):
+            llm.classify(prompts, each[:1])
         assert llm.frontend.pooling is not None
         assert llm.frontend.pooling.labels == ["LABEL_0", "LABEL_1", "LABEL_2"]
         with pytest.raises(InputError, match="one label, and this one has 3"):
@@ -184,6 +187,14 @@ def test_a_cross_encoder_knows_which_text_is_which(tmp_path: Path) -> None:
         found = llm.score(pairs[0][0], [document for _, document in pairs], use_tqdm=False)
         swapped = llm.score(pairs[0][1], pairs[0][0], use_tqdm=False)
         (cut,) = llm.score("the cat", "mat " * 100, truncate_prompt_tokens=10, use_tqdm=False)
+        (raw,) = llm.score(*pairs[0], pooling_params=PoolingParams(use_activation=False))
+        with pytest.raises(InputError, match="pooling_params of score may set use_activation only"):
+            llm.score("a", "b", pooling_params=PoolingParams(dimensions=3))
+        with pytest.raises(InputError, match="chat_template='x' is not supported here: set score"):
+            llm.score("a", "b", chat_template="x")
+        with pytest.raises(InputError, match="data_2 must be a text or a list of texts, got"):
+            llm.score("a", {"content": [{"type": "text", "text": "b"}]})
+    assert 1 / (1 + np.exp(-raw.outputs.score)) == pytest.approx(found[0].outputs.score, abs=1e-5)
     for output, (query, document) in zip(found, pairs, strict=True):
         encoding = tokenizer.encode(query, document)
         assert output.prompt_token_ids == encoding.ids
