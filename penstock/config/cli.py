@@ -43,18 +43,24 @@ _NO_FLAG = {
 _FOREIGN = NOT_NEEDED | NOT_SUPPORTED
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[str] = ()) -> None:
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, several: Collection[str] = (), complete: bool = False
+) -> None:
     """One flag for every engine option, grouped by section, and ``--config``.
 
     `several` names lists whose flag may take several values at once (`--flag a b`). The last one
     may then have been meant as the command's own argument: `flag_of_several` in the namespace is
     the flag that was given so, for the command to look at. Nothing else is in the namespace besides
     the options that were given, `config` and `foreign`.
+
+    With `complete` the namespace has every option by its name, given or not, also those that only
+    vLLM has. The file is read when its flag is met: flags after it take precedence.
     """
     parser.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
+        action=_ReadFile if complete else "store",
         default=argparse.SUPPRESS,
         help="YAML file with options by name. Flags take precedence.",
     )
@@ -62,7 +68,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[st
         group = parser.add_argument_group(f"{section} options")
         for declared in options:
             _add_flag(group, declared, takes_several=declared.name in several)
-    _add_foreign_flags(parser)
+    _add_foreign_flags(parser, apart=not complete)
+    if complete:
+        parser.set_defaults(**EngineConfig().options())
 
 
 def add_server_arguments(
@@ -243,13 +251,21 @@ class _Collect(_Action):
 
     def take(self, namespace: argparse.Namespace, values: Any, flag: str | None) -> None:
         if isinstance(values, dict):
-            setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
+            known = getattr(namespace, self.dest, None) or {}
+            setattr(namespace, self.dest, {**known, **values})
             return
         several = values if self.nargs == "+" else [values]
-        items = itertools.chain(getattr(namespace, self.dest, []), *several)
+        items = itertools.chain(getattr(namespace, self.dest, None) or [], *several)
         setattr(namespace, self.dest, list(items))
         if len(several) > 1:
             namespace.flag_of_several = flag
+
+
+class _ReadFile(_Action):
+    """Takes the options of a file."""
+
+    def take(self, namespace: argparse.Namespace, values: Any, flag: str | None) -> None:
+        vars(namespace).update(read_config_file(values))
 
 
 class _StoreForeign(_Action):
@@ -265,11 +281,18 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+def _add_foreign_flags(parser: argparse.ArgumentParser, apart: bool) -> None:
     """Flags of vLLM that are not flags here, so that `leave_out_foreign` can say what to do."""
     for name, foreign in _FOREIGN.items():
         flags = [_flag(name)]
         flags += [short for short, option in SHORT_FLAGS.items() if option == name]
+        if not apart and foreign.switch:
+            switch = argparse.BooleanOptionalAction
+            parser.add_argument(*flags, action=switch, default=False, help=argparse.SUPPRESS)
+            continue
+        if not apart:
+            parser.add_argument(*flags, type=_value_of, help=argparse.SUPPRESS)
+            continue
         if foreign.switch:
             flags.append(_flag(f"no_{name}"))
         parser.add_argument(

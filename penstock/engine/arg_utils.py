@@ -7,8 +7,9 @@ import dataclasses
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.config.cli import add_engine_arguments, engine_options_from_args
+from penstock.config.cli import add_engine_arguments
 from penstock.config.engine import all_options
+from penstock.config.vllm_names import NOT_NEEDED, NOT_SUPPORTED
 
 _Options: Any = dataclasses.make_dataclass(
     "_Options",
@@ -30,14 +31,20 @@ class EngineArgs(_Options):  # type: ignore[misc]
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every engine option."""
-        add_engine_arguments(parser)
+        """Add a flag for every engine option, and for those that only vLLM has.
+
+        The namespace has all of them, whether given or not, so that it can be changed and passed
+        on: `LLM(**vars(args))`.
+        """
+        add_engine_arguments(parser, complete=True)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """The options that were given as flags."""
-        return cls(**engine_options_from_args(args))
+        """The options in a namespace of `add_cli_args`. Others are left alone."""
+        ours = {field.name for field in dataclasses.fields(cls)}
+        names = ours | NOT_NEEDED.keys() | NOT_SUPPORTED.keys()
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
 AsyncEngineArgs = EngineArgs

@@ -15,6 +15,7 @@ def create_parser():
 def main(args: dict):
     max_tokens = args.pop("max_tokens")
     temperature = args.pop("temperature")
+    assert args["tensor_parallel_size"] == 1
     llm = LLM(**args)
     sampling_params = llm.get_default_sampling_params()
     if max_tokens is not None:
