@@ -20,6 +20,7 @@ from penstock.protocol.sampling import RequestOutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.protocol.version import VERSION
 from penstock.protocol.vllm_fields import refuse_class
+from penstock.protocol.vllm_modules import answer_imports
 
 if TYPE_CHECKING:
     from penstock.async_llm import AsyncLLM
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from penstock.llm import LLM
     from penstock.llm_engine import LLMEngine
+    from penstock.text.prompts import Prompt as PromptType
 
 __version__ = VERSION
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -52,6 +55,8 @@ __all__ = [
     "TokensPrompt",
     "__version__",
 ]
+
+answer_imports()
 
 
 def __getattr__(name: str) -> Any:
@@ -71,4 +76,8 @@ def __getattr__(name: str) -> Any:
         from penstock.engine.arg_utils import EngineArgs
 
         return EngineArgs
+    if name == "PromptType":
+        from penstock.text.prompts import Prompt
+
+        return Prompt
     return refuse_class(__name__, name)

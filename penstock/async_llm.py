@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -337,12 +338,24 @@ class AsyncLLM:
         await self._client.call(method, *args)
 
     def get_tokenizer(self) -> UserTokenizer:
-        """The tokenizer, with the methods that users of Hugging Face's call."""
-        return UserTokenizer(self.frontend.get_tokenizer(), self.frontend)
+        """The tokenizer, with the methods that users of Hugging Face's call.
+
+        Also before the engine is started, when it is loaded at the first call.
+        """
+        frontend = self._frontend or self._own_frontend
+        return UserTokenizer(frontend.get_tokenizer(), frontend)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the defaults from the model's generation_config.json."""
-        return msgspec.structs.replace(self.frontend.default_params)
+        return msgspec.structs.replace((self._frontend or self._own_frontend).default_params)
+
+    @functools.cached_property
+    def _own_frontend(self) -> Frontend:
+        """A frontend without an engine."""
+        from penstock.loading.speculators import find_model  # with the model's files
+
+        config, source = find_model(self.config)
+        return Frontend(config.model, source, max_model_len=0, chat=config.chat)
 
     @property
     def is_running(self) -> bool:

@@ -57,6 +57,9 @@ class LLMEngine(LLM):
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the new outputs, of none, some or all requests."""
         outputs = []

@@ -42,6 +42,10 @@ __all__ = [
 ]
 
 
+# Those of vLLM's classes whose options are objects here.
+AttentionConfig = CompilationConfig = KVTransferConfig = dict
+PoolerConfig = ProfilerConfig = StructuredOutputsConfig = dict
+
 if not TYPE_CHECKING:  # which would take any name for one of this module
 
     def __getattr__(name: str) -> NoReturn:

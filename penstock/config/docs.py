@@ -1,8 +1,8 @@
 """The reference page of all options: ``python -m penstock.config.docs > docs/configuration.md``.
 
 ``python -m penstock.config.docs vllm`` prints the tables of options in docs/moving-from-vllm.md,
-``vllm-fields`` in its place those of fields of requests, ``vllm-methods`` and ``vllm-routes`` those
-of methods and routes.
+``vllm-fields`` in its place those of fields of requests, ``vllm-methods``, ``vllm-modules`` and
+``vllm-routes`` those of methods, modules and routes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.config.vllm_names import METHODS, NOT_NEEDED, NOT_SUPPORTED, Forei
 from penstock.config.vllm_routes import ROUTES
 from penstock.protocol import vllm_fields
 from penstock.protocol.vllm_fields import ForeignField
+from penstock.protocol.vllm_modules import MODULES
 
 _INTRODUCTION = """\
 # Configuration
@@ -122,6 +123,12 @@ def render_vllm_routes() -> str:
     return "\n".join(["| route | |", "|---|---|", *rows]) + "\n"
 
 
+def render_vllm_modules() -> str:
+    """The table of vLLM's modules that are not modules here."""
+    rows = [f"| `penstock.{name}` | {text} |" for name, text in MODULES.items()]
+    return "\n".join(["| module | |", "|---|---|", *rows]) + "\n"
+
+
 def _foreign_tables(
     kind: str,
     not_needed: Mapping[str, ForeignOption | ForeignField],
@@ -167,6 +174,7 @@ if __name__ == "__main__":
         "vllm": render_vllm_names,
         "vllm-fields": render_vllm_fields,
         "vllm-methods": render_vllm_methods,
+        "vllm-modules": render_vllm_modules,
         "vllm-routes": render_vllm_routes,
     }
     print(pages.get(sys.argv[-1], render)(), end="")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from penstock.config.options import option
+from penstock.config.options import naming_option, option
+from penstock.config.vllm_names import KEYS, leave_out_keys
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.pooling import PoolingType
 
@@ -43,7 +44,9 @@ class PoolingConfig:
 
     def __post_init__(self) -> None:
         given = self.pooler_config or {}
-        for key, value in given.items():
+        with naming_option("pooler_config"):
+            known = leave_out_keys(given, KEYS["pooler_config"])
+        for key, value in known.items():
             if key not in POOLER_KEYS:
                 raise ConfigError(
                     f"pooler_config must not contain {key!r}: it may contain "

@@ -27,6 +27,18 @@ class LoRARequest:
     lora_int_id: int = 0
     lora_path: str = ""
 
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
 
 class FetchAdapter(msgspec.Struct, frozen=True, tag=True):
     """Begin to load an adapter into host memory, beside the steps. Ends as a `FinishedJob`."""

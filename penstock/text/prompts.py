@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.errors import InputError
+from penstock.protocol.vllm_fields import NOT_SUPPORTED
 
 if TYPE_CHECKING:
     from penstock.media.content import MediaContent
@@ -61,9 +62,12 @@ def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
         return prompt, None
     if isinstance(prompt, Mapping):
         for name, value in prompt.items():
-            if name not in PROMPT_KEYS and value:
+            is_empty = value is None or (isinstance(value, (str, list, dict)) and not value)
+            if name not in PROMPT_KEYS and not is_empty:
+                foreign = NOT_SUPPORTED.get(name)
+                hint = f": {foreign.text}" if foreign is not None else ""
                 raise InputError(
-                    f"a prompt may contain {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
+                    f"a prompt may contain {', '.join(PROMPT_KEYS)}, got {name!r}{hint}", "prompt"
                 )
         if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
             return prompt["prompt_token_ids"], prompt.get("cache_salt")

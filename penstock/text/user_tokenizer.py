@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -67,6 +67,11 @@ class UserTokenizer:
         self.padding_side: str = config.get("padding_side") or "right"
         self.truncation_side: str = config.get("truncation_side") or "right"
         self._lock = threading.Lock()  # of the backend, which keeps how it cuts and pads
+
+    def __await__(self) -> Generator[None, None, UserTokenizer]:
+        """For `await llm.get_tokenizer()`, as older scripts for vLLM have it."""
+        return self
+        yield
 
     @functools.cached_property
     def _backend(self) -> tokenizers.Tokenizer:

@@ -3,8 +3,9 @@
 import uuid
 
 from penstock.utils.argparse_utils import FlexibleArgumentParser
+from penstock.utils.network_utils import get_open_port
 
-__all__ = ["FlexibleArgumentParser", "random_uuid"]
+__all__ = ["FlexibleArgumentParser", "get_open_port", "random_uuid"]
 
 
 def random_uuid() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 import dataclasses
 import importlib
@@ -10,12 +11,14 @@ import inspect
 import json
 import pickle
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server.server_process import make_tiny_model
 from tiny_engine import OPTIONS, open_llm
+from tiny_vision import picture
 
 import penstock
 from penstock import (
@@ -24,6 +27,7 @@ from penstock import (
     AsyncLLM,
     EngineArgs,
     LLMEngine,
+    LoRARequest,
     RequestOutput,
     SamplingParams,
     TokensPrompt,
@@ -68,7 +72,8 @@ CALLS: dict[type, dict[str, str]] = {
         "beam_search": "prompts params lora_request use_tqdm concurrency_limit |",
         "encode": "prompts pooling_params | use_tqdm lora_request pooling_task "
         "truncate_prompt_tokens tokenization_kwargs",
-        "score": "data_1 data_2 | use_tqdm truncate_prompt_tokens lora_request",
+        "score": "data_1 data_2 | use_tqdm pooling_params truncate_prompt_tokens lora_request "
+        "tokenization_kwargs chat_template",
         "get_world_size": "include_dp |",
         "collective_rpc": "method timeout args kwargs |",
         "apply_model": "func |",
@@ -172,6 +177,28 @@ def test_engine_args_come_from_a_command_line() -> None:
     assert (made.model, made.max_model_len, made.tensor_parallel_size) == ("m", 8000, 2)
 
 
+def test_the_namespace_of_flags_has_every_option() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.set_defaults(model="m", runner="pooling")
+    args = parser.parse_args(["--swap-space", "4", "--served-model-name", "a"])
+    assert (args.model, args.tensor_parallel_size, args.served_model_name) == ("m", 1, ["a"])
+    assert (args.trust_remote_code, args.swap_space, args.task) == (False, 4, None)
+    kept = vars(args)
+    del kept["data_parallel_size"]
+    made = EngineArgs("m", runner="pooling", served_model_name=["a"])
+    assert EngineArgs(**kept) == EngineArgs.from_cli_args(args) == made
+    with pytest.raises(ConfigError, match="trust_remote_code is not supported"):
+        EngineArgs.from_cli_args(parser.parse_args(["--trust-remote-code"]))
+
+
+def test_flags_of_a_script_may_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("max-model-len: 77\nmax-num-seqs: 5\n")
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--config", str(tmp_path / "a.yaml"), "--max-num-seqs", "3"])
+    made = EngineArgs(**vars(args))
+    assert (made.max_model_len, made.max_num_seqs) == (77, 3)
+
+
 def test_engine_args_refuse_what_an_engine_would() -> None:
     with pytest.raises(ConfigError, match="trust_remote_code is not supported"):
         EngineArgs("m", trust_remote_code=True)
@@ -194,6 +221,61 @@ def test_prompts_may_be_typed_dictionaries(tiny_llama: str) -> None:
     with open_llm(tiny_llama) as llm:
         (output,) = llm.generate(TokensPrompt(prompt_token_ids=[4, 5, 6]), params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3
+
+
+def test_a_prompt_says_which_of_vllms_kinds_are_not_supported(tiny_llama: str) -> None:
+    import torch
+
+    wrong = pytest.raises(InputError, match="got 'prompt_embeds': send the prompt as text or")
+    with open_llm(tiny_llama) as llm, wrong:
+        llm.generate({"prompt_embeds": torch.zeros(2, 4)})
+
+
+def test_an_async_llm_has_its_tokenizer_before_it_is_started(tmp_path: Path) -> None:
+    llm = AsyncLLM(str(make_tiny_model(tmp_path)), load_format="dummy")
+
+    async def awaited() -> list[int]:
+        tokenizer: Any = await llm.get_tokenizer()  # as in vLLM's older releases
+        return tokenizer.encode("abc")
+
+    assert asyncio.run(awaited()) == llm.get_tokenizer().encode("abc")
+    assert llm.get_default_sampling_params() == SamplingParams()
+    assert not llm.is_running
+
+
+def test_an_adapter_has_vllms_names() -> None:
+    adapter = LoRARequest("sql", 3, "/adapters/sql")
+    assert (adapter.name, adapter.adapter_id, adapter.path) == ("sql", 3, "/adapters/sql")
+
+
+def test_classes_of_options_are_dictionaries_of_them() -> None:
+    from penstock.config import CompilationConfig, KVTransferConfig, PoolerConfig
+
+    pooler = PoolerConfig(pooling_type="CLS", task="embed")
+    made = EngineArgs("m", pooler_config=pooler, compilation_config=CompilationConfig(mode=3))
+    assert made.pooler_config == {"pooling_type": "CLS", "task": "embed"}
+    with pytest.raises(ConfigError, match="kv_transfer_config is not supported: prefill and"):
+        EngineArgs("m", kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector"))
+    with pytest.raises(ConfigError, match="pooler_config: normalize is not a key: use use_act"):
+        EngineArgs("m", pooler_config=PoolerConfig(normalize=True))
+
+
+def test_images_are_fetched_and_sent_in_urls(tmp_path: Path) -> None:
+    from penstock.multimodal.utils import encode_image_url, fetch_image
+
+    picture(5, 4).save(tmp_path / "a.png")
+    image = fetch_image((tmp_path / "a.png").as_uri())
+    assert (image.mode, image.size) == ("RGB", (5, 4))
+    assert fetch_image(encode_image_url(image)).tobytes() == image.tobytes()
+
+
+def test_vectors_are_printed_by_their_first_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.utils.print_utils import print_embeddings
+
+    print_embeddings([0.5] * 6)
+    print_embeddings([2], prefix="Reward")
+    shown = "Embeddings: [0.5, 0.5, 0.5, 0.5, ...] (size=6)\nReward: [2] (size=1)\n"
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
@@ -236,7 +318,7 @@ def test_an_aborted_request_gives_no_more_outputs(tiny_llama: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "remedy"),
     [
-        ("penstock.config", "CompilationConfig", "nothing is compiled with torch.compile"),
+        ("penstock.config", "CompilationMode", "nothing is compiled with torch.compile"),
         ("penstock.multimodal.image", "convert_image_mode", "use the method convert of Pillow"),
         ("penstock.multimodal", "MULTIMODAL_REGISTRY", "use a model of docs/vision.md"),
         ("penstock.v1.sample.logits_processor", "LogitsProcessor", "has the methods add, remove"),
@@ -265,6 +347,7 @@ def test_small_helpers_are_where_scripts_look_for_them() -> None:
 def test_the_servers_older_module_starts_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delitem(sys.modules, "penstock.entrypoints.openai.api_server", raising=False)
     monkeypatch.setattr("sys.argv", ["api_server", "--model", "m", "--trust-remote-code"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("penstock.entrypoints.openai.api_server", run_name="__main__")
@@ -284,4 +367,4 @@ def test_outputs_have_the_attributes_of_vllms() -> None:
 def test_a_parser_takes_underscores_in_flags() -> None:
     parser = FlexibleArgumentParser()
     EngineArgs.add_cli_args(parser)
-    assert vars(parser.parse_args(["--max_model_len=8k"])) == {"max_model_len": 8000}
+    assert parser.parse_args(["--max_model_len=8k"]).max_model_len == 8000

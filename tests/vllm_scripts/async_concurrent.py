@@ -27,6 +27,8 @@ async def abort_early() -> str:
 
 
 async def main():
+    tokenizer = await engine.get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
     texts = await asyncio.gather(*(complete("Once upon a time") for _ in range(4)))
     assert len(set(texts)) == 1
     assert await abort_early() == "abort"
