@@ -34,6 +34,9 @@ from penstock.protocol.version import VERSION
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame: its fourth byte is the type
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
+"""What a client says first. A gRPC server, as Ray's head is, answers with its settings."""
 PLACEMENT_TIMEOUT_S = 120.0  # longer than Ray takes to notice a dead node
 START_TIMEOUT_S = 300.0  # for the processes of all ranks
 
@@ -205,15 +208,18 @@ def _join_cluster(address: str | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError at once. Ray would try for minutes."""
+    """Raise ConfigError at once. Ray would try for minutes, and log each try."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or "/" in host:
         raise ConfigError(
             f"ray_address must be HOST:PORT of the cluster's head node, such as 10.0.0.1:6379, got "
             f"{address!r}"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as end:
+            end.sendall(HTTP2_PREFACE)
+            if end.recv(len(HTTP2_SETTINGS), socket.MSG_WAITALL)[3:4] != HTTP2_SETTINGS[3:4]:
+                raise ConnectionError("what listens there is not Ray's head node")
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"no Ray cluster can be reached at {address} ({_first_line(error)}): check "

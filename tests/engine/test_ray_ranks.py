@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_options_that_do_not_go_together_are_refused(options: Any, message: str)
     ("address", "message"),
     [
         ("head", r"ray_address must be HOST:PORT .* got 'head'"),
+        ("ray://head:10001", r"ray_address must be HOST:PORT .* got 'ray://head:10001'"),
         ("127.0.0.1:99999", "no Ray cluster can be reached at 127.0.0.1:99999"),
         ("127.0.0.1:{free}", r"can be reached at .*refused.*`ray start --head`"),
     ],
@@ -94,6 +96,21 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, message: 
     address = address.format(free=free_port("127.0.0.1"))
     with pytest.raises(ConfigError, match=message):
         ray_ranks.RayRanks(config_of(ray_address=address))
+
+
+def test_a_port_of_something_else_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            end, _ = server.accept()
+            with end:
+                end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                end.recv(1 << 10)
+
+        pool.submit(answer)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="what listens there is not Ray's head node"):
+            ray_ranks.RayRanks(config_of(ray_address=address))
 
 
 def test_a_missing_ray_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
