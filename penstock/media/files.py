@@ -1,24 +1,38 @@
-"""Files of shared memory that hold processed media. They are removed with their last reference."""
+"""Files of processed media. They are removed with their last reference.
+
+They are in shared memory while it has room, else in the folder for temporary files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import tempfile
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108: named by this process, mode 0600
 PREFIX = "penstock-media-"
+FREE_SHARE = 4  # a quarter of the shared memory is left to others and to requests
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class MediaFile:
     """A file that this process owns. Workers read it by its path."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._finalize = weakref.finalize(self, _remove, path)
+    def __init__(self, places: Sequence[Path]) -> None:
+        """`places`: empty files. The content goes to the first one with room for it."""
+        self.places = places
+        self.path = places[0]
+        self._finalize = weakref.finalize(self, _remove, *places)
+
+    def settle(self, path: str) -> None:
+        """Keep the one of the places that has the content."""
+        self.path = Path(path)
+        _remove(*(place for place in self.places if place != self.path))
 
     @property
     def size(self) -> int:
@@ -33,24 +47,55 @@ class MediaFolder:
     """Names files. Those of processes that were killed are removed."""
 
     def __init__(self) -> None:
-        root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self._names = itertools.count()
         self._first = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
-        self._root = root
-        for path in root.glob(f"{PREFIX}*"):
+        self._roots = _roots()
+        for path in (path for root in self._roots for path in root.glob(f"{PREFIX}*")):
             pid = path.name.removeprefix(PREFIX).partition("-")[0]
             if pid.isdigit() and not _is_alive(int(pid)):
                 _remove(path)
 
     def new(self) -> MediaFile:
-        path = self._root / f"{self._first}-{next(self._names)}"
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        return MediaFile(path)
+        name = f"{self._first}-{next(self._names)}"
+        places = [root / name for root in self._roots]
+        for place in places:
+            os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        return MediaFile(places)
+
+    def is_short_of_room(self) -> bool:
+        """Whether the place that files go to first is nearly full."""
+        found = os.statvfs(self._roots[0])
+        return found.f_bavail * FREE_SHARE < found.f_blocks
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
+def write_file(places: Sequence[str], content: bytes | memoryview) -> str | None:
+    """Write to the first of the places that has room. Returns it, or None if there is none."""
+    for place in places:
+        try:
+            Path(place).write_bytes(content)
+            return place
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            os.truncate(place, 0)
+    return None
+
+
+def _roots() -> list[Path]:
+    """The folders that files may be in, the preferred one first."""
+    roots = [SHARED_MEMORY] if os.access(SHARED_MEMORY, os.W_OK) else []
+    try:
+        roots.append(Path(tempfile.gettempdir()))
+    except FileNotFoundError:
+        if not roots:
+            raise
+    return roots
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _is_alive(pid: int) -> bool:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.config.media import MediaConfig, check_io_kwargs
-from penstock.confined.errors import TooMuchMemory, TooMuchTime
+from penstock.confined.errors import PoolFull, TooMuchMemory, TooMuchTime
 from penstock.confined.pool import ConfinedPool, Limits
 from penstock.confined.scope import current_tenant, need_turn, run_confined, waiting
 from penstock.loading.source import ModelSource
 from penstock.media.content import MediaContent
 from penstock.media.fetch import MediaFetcher
-from penstock.media.files import MediaFile, MediaFolder
+from penstock.media.files import MediaFile, MediaFolder, write_file
 from penstock.media.messages import (
     DescribeProcessor,
     MediaSetup,
@@ -197,7 +197,7 @@ class MediaFrontend:
         request = ProcessMedia(
             modality=content.modality,
             data=content.data,
-            path=str(file.path),
+            places=[str(place) for place in file.places],
             shape=content.shape,
             kwargs=dict(content.kwargs),
             io_kwargs=dict(content.io_kwargs),
@@ -206,6 +206,7 @@ class MediaFrontend:
         )
         answer = self._ask(request, content)
         self._check_rows(sum(answer.runs), content.where)
+        _settle(file, answer.path)
         return Processed(content.modality, digest, file, answer, file.size)
 
     def _ask(self, request: ProcessMedia, content: MediaContent) -> ProcessedMedia:
@@ -260,14 +261,14 @@ class MediaFrontend:
                 ProcessMedia(
                     modality=modality,
                     data=b"",
-                    path=str(file.path),
+                    places=[str(place) for place in file.places],
                     facts=dict(content.facts),
                     grid=content.facts["grid_thw"],
                     max_pixels=MAX_PIXELS,
                 ),
                 content,
             )
-        file.path.write_bytes(content.data)
+        _settle(file, write_file([str(place) for place in file.places], content.data))
         tensor = MediaTensor(EMBEDS, "float32", (num_rows, width), 0)
         return msgspec.structs.replace(answer, tensors=[tensor])
 
@@ -290,9 +291,11 @@ class MediaFrontend:
                 return
             self._cache[item.hash] = item
             self._cache_bytes += item.num_bytes
-            while self._cache and self._cache_bytes > self.config.mm_processor_cache_gb * GIB:
+            most = self.config.mm_processor_cache_gb * GIB
+            while self._cache and (self._cache_bytes > most or self._folder.is_short_of_room()):
                 _, dropped = self._cache.popitem(last=False)
                 self._cache_bytes -= dropped.num_bytes
+                del dropped  # and with it the file, if no request has it
 
     def expand_text(self, prompt: str, items: Sequence[Processed]) -> tuple[str, list[Processed]]:
         """The prompt with each item's text in its place, and the items in the order of these.
@@ -383,6 +386,13 @@ class MediaFrontend:
         with self._lock:
             self._cache.clear()
             self._digests.clear()
+
+
+def _settle(file: MediaFile, path: str | None) -> None:
+    if path is None:
+        folders = " and ".join(str(place.parent) for place in file.places)
+        raise PoolFull(f"{folders} have no room for processed media; try again later")
+    file.settle(path)
 
 
 def _wait_for(running: Future[Processed | None]) -> Processed | None:

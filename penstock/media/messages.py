@@ -24,7 +24,7 @@ class ProcessMedia(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     modality: Modality
     data: bytes  # a file, or pixels if `shape` is given
-    path: str  # of the file to write
+    places: list[str]  # files: the tensors go to the first one with room for them
     shape: tuple[int, ...] | None = None  # of RGB pixels: [height, width, 3], after [frames]
     kwargs: dict[str, Any] = {}  # of the processor
     io_kwargs: dict[str, Any] = {}  # of decoding
@@ -49,6 +49,7 @@ class ProcessedMedia(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """An item's tensors and its text in the prompt, or what is wrong with it."""
 
     error: str | None = None
+    path: str | None = None  # of the file with the tensors; None: no place has room
     text: str = ""  # each run of placeholders is one placeholder here
     runs: list[int] = []  # placeholders in each run
     tensors: list[MediaTensor] = []

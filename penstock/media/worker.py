@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from penstock.media.decode import BadMedia, decode_image, image_of
+from penstock.media.files import write_file
 from penstock.media.messages import (
     DescribeProcessor,
     MediaRequest,
@@ -111,8 +112,9 @@ def process(processor: Any, info: ProcessorInfo, request: ProcessMedia) -> Proce
     row = processor.tokenizer.convert_ids_to_tokens(row_id)
     run = f"(?:{re.escape(row)})+"
     runs = [len(found_run) // len(row) for found_run in re.findall(run, text)]
-    tensors, facts = write_tensors(found, request.path)
+    content, tensors, facts = pack_tensors(found)
     return ProcessedMedia(
+        path=write_file(request.places, content),
         text=re.sub(run, lambda _: row, text),
         runs=runs,
         tensors=tensors,
@@ -160,11 +162,11 @@ def process_video(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, A
     return found, text
 
 
-def write_tensors(
-    found: Mapping[str, Any], path: str
-) -> tuple[list[MediaTensor], dict[str, list[int]]]:
-    """Write tensors to a file. Few integers are returned as facts, under their names without the
-    modality."""
+def pack_tensors(
+    found: Mapping[str, Any],
+) -> tuple[memoryview, list[MediaTensor], dict[str, list[int]]]:
+    """The content of a file, and where the tensors are in it. Few integers are returned as facts,
+    under their names without the modality."""
     tensors: list[MediaTensor] = []
     facts: dict[str, list[int]] = {}
     file = io.BytesIO()
@@ -181,8 +183,7 @@ def write_tensors(
         plain = name.removesuffix("_videos")  # towers take frames as images
         tensors.append(MediaTensor(plain, array.dtype.name, array.shape, file.tell()))
         file.write(np.ascontiguousarray(array).tobytes())
-    Path(path).write_bytes(file.getbuffer())
-    return tensors, facts
+    return file.getbuffer(), tensors, facts
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:

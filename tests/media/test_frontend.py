@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import os
 import resource
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from tiny_vision import VARIANTS, InProcessMedia, clip, make_vision_checkpoint, 
 from waiting import eventually
 
 from penstock import LLM, SamplingParams
-from penstock.confined.errors import WorkerLost
+from penstock.confined.errors import PoolFull, WorkerLost
 from penstock.confined.scope import JobScope
 from penstock.media import frontend
 from penstock.media.content import MediaContent, read_item
@@ -118,6 +121,60 @@ def test_a_uuid_belongs_to_its_tenant_and_its_options(llm: LLM) -> None:
     )
     with pytest.raises(InputError, match="nothing is kept"):
         JobScope("alice").run(media.process, smaller)
+
+
+def our_files() -> set[Path]:
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {path for each in folders for path in each.glob(f"penstock-media-{os.getpid()}-*")}
+
+
+def full(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
+    """Nothing more can be written to these folders."""
+    write = Path.write_bytes
+
+    def write_if_free(path: Path, content: bytes) -> int:
+        if str(path.parent) in folders:
+            write(path, content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_if_free)
+
+
+def test_without_room_in_shared_memory_media_are_in_temporary_files(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.ones((6, 64), np.float32)
+    embeds = {"image_embeds": rows, "image_grid_thw": [1, 6, 4]}
+    expected = [ask(llm, picture(60, 60, 70)), ask(llm, embeds)]
+    media, before = llm.frontend.media, our_files()
+    media._cache.clear()
+    media._cache_bytes = 0
+    full(monkeypatch, "/dev/shm")
+    assert [ask(llm, picture(60, 60, 70)), ask(llm, embeds)] == expected
+    new = our_files() - before
+    assert {path.parent for path in new} == {Path(tempfile.gettempdir())}
+    full(monkeypatch, "/dev/shm", tempfile.gettempdir())
+    for image in (picture(60, 60, 71), {**embeds, "image_embeds": 2 * rows}):
+        with pytest.raises(PoolFull, match="have no room for processed media"):
+            ask(llm, image)
+    assert our_files() - before == new, "nothing is left of what was refused"
+
+
+def test_the_cache_ends_where_shared_memory_is_nearly_full(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media, before = llm.frontend.media, our_files()
+    ask(llm, picture(60, 60, 72))
+    assert our_files() - before
+    assert not media._folder.is_short_of_room()
+    statvfs = os.statvfs("/dev/shm")
+    sizes = SimpleNamespace(f_bavail=statvfs.f_blocks // 5, f_blocks=statvfs.f_blocks)
+    monkeypatch.setattr(os, "statvfs", lambda path: sizes)
+    ask(llm, picture(60, 60, 73))
+    assert not media._cache
+    assert not our_files()
+    assert media._cache_bytes == 0
 
 
 class SlowMedia(InProcessMedia):

@@ -74,7 +74,7 @@ class Ours:
         self.info = msgspec.msgpack.decode(self._work(asked), type=ProcessorInfo)
 
     def process(self, data: bytes) -> ProcessedMedia:
-        asked = ProcessMedia(modality="image", data=data, path=str(self.path), max_pixels=2**20)
+        asked = ProcessMedia(modality="image", data=data, places=[str(self.path)], max_pixels=2**20)
         return msgspec.msgpack.decode(
             self._work(msgspec.msgpack.encode(asked)), type=ProcessedMedia
         )
