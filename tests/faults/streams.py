@@ -193,7 +193,7 @@ async def kill_and_wait(server: ServerProcess, number: int = signal.SIGKILL) -> 
     """End the engine; how many seconds it took until the server said that it is back."""
     pid, started = server.engine_pid, time.monotonic()
     os.kill(pid, number)
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=120) as client:
+    async with server.async_client(timeout=120) as client:
         while True:
             # The next engine is there only once the server has seen the death of this one.
             is_replaced = server.engine_pids() not in ({pid}, set())

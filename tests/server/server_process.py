@@ -27,6 +27,8 @@ START_TIMEOUT_S = 300.0
 SMALL = ("--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1", "--no-spare-engine")
 DUMMY = ("--load-format", "dummy", *SMALL)
 PATIENT = ("--stream-start-timeout-s", "600", "--stream-keep-alive-s", "600")
+# Reading the certificates of all authorities takes longer than most requests.
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -92,14 +94,19 @@ class ServerProcess:
         return httpx.AsyncClient(base_url=self.base_url, verify=self._verify, **options)
 
     @property
-    def _verify(self) -> ssl.SSLContext | bool:
-        return ssl.create_default_context(cafile=str(self.tls_ca)) if self.tls_ca else True
+    def _verify(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.tls_ca)) if self.tls_ca else NO_TLS
 
     def openai(self) -> openai.OpenAI:
         """OpenAI's own client, which tries nothing twice."""
         import openai  # slow, and few need it
 
-        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0)
+        return openai.OpenAI(
+            base_url=f"{self.base_url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(verify=self._verify),
+        )
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         with self.client() as client:

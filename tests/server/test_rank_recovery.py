@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 from faults.streams import Body, Streams
 from server_process import ServerProcess, children_of
@@ -57,7 +56,7 @@ def check_faults(server: ServerProcess, faults: Iterable[Fault]) -> None:
             await asyncio.to_thread(fault)
             num_faults += 1
             await streams.until(lambda: server.engine_pids() not in ({engine}, set()))  # noqa: B023
-            async with httpx.AsyncClient(base_url=server.base_url, timeout=240) as client:
+            async with server.async_client(timeout=240) as client:
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)
 
