@@ -92,7 +92,9 @@ def command_of(pid: int) -> str:
         return name_of(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_checker_that_is_killed_or_stopped_makes_no_good_schema_wrong(
     server: ServerProcess, number: signal.Signals
 ) -> None:

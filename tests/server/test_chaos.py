@@ -22,9 +22,10 @@ def test_whatever_happens_every_request_ends_once_and_right(seconds: float, tmp_
     assert (tmp_path / "chaos.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seconds",
-    [6.0, pytest.param(600.0, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [6.0, pytest.param(600.0, marks=pytest.mark.timeout(1200))],
     ids=["seconds", "ten_minutes"],
 )
 def test_so_it_does_with_several_replicas(seconds: float, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_hostile_requests_neither_harm_the_server_nor_its_good_clients(tmp_path:
     model = str(make_tiny_checkpoint(tmp_path))
     server = ServerProcess(model, *FLAGS, *SMALL)
     try:
-        attack(server, count=300, seed=1)
+        attack(server, count=150, seed=1)
     finally:
         server.close()
 

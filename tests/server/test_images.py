@@ -152,7 +152,7 @@ def test_a_bad_file_is_a_400_that_says_why(
     assert re.search(says, answer.json()["error"]["message"]), answer.text
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
 def test_hostile_media_are_refused_beside_good_requests(
     server: ServerProcess, folder: Path, count: int
 ) -> None:

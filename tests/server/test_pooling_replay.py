@@ -16,7 +16,9 @@ STEP_END = "penstock.scheduler.scheduler:Scheduler.update"
 TEXTS = ["a text of many chunks, " * 10, "one", "another"]
 
 
-@pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
+@pytest.mark.parametrize(
+    "kind", ["MEAN", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("CLS", "LAST"))]
+)
 def test_vectors_are_the_same_after_a_kill_between_chunks_of_a_prompt(
     tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:

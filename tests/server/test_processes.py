@@ -96,12 +96,17 @@ def heeds_hangups() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "numbers", [[signal.SIGTERM], [signal.SIGHUP] * 2], ids=["SIGTERM", "SIGHUP twice"]
+    "numbers",
+    [[signal.SIGTERM], pytest.param([signal.SIGHUP] * 2, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGHUP twice"],
 )
 def test_signals_let_requests_finish(
     serve_tiny: ServeTiny, tmp_path: Path, numbers: list[signal.Signals]
 ) -> None:
     """A terminal that closes sends SIGHUP to its foreground processes, and its shell another."""
+    with socket.socket(socket.AF_UNIX) as left:  # by a killed server: its file is replaced
+        left.bind(str(tmp_path / "api"))
+    assert (tmp_path / "api").exists()
     server = serve_tiny("--shutdown-timeout", "600", uds=tmp_path / "api")
     engine = server.engine_pid
     body = {**LONG, "stream": True, "n": 8}
@@ -175,6 +180,7 @@ def test_a_server_under_nohup_outlives_its_terminal(serve_tiny: ServeTiny) -> No
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_unseeded_requests_do_not_repeat_after_a_restart(serve_tiny: ServeTiny) -> None:
     body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "temperature": 1.0}
 
@@ -234,16 +240,6 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(server: ServerProces
     )
     assert done.returncode == 2
     assert "cannot listen" in done.stderr
-
-
-def test_a_socket_file_that_a_killed_server_left_is_replaced(
-    serve_tiny: ServeTiny, tmp_path: Path
-) -> None:
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(tmp_path / "api"))
-    assert (tmp_path / "api").exists()
-    server = serve_tiny(uds=tmp_path / "api")
-    assert server.get("/health").status_code == 200
 
 
 def test_a_body_that_the_engine_cannot_read_fails_one_request(tiny_model: Path) -> None:

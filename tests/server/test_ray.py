@@ -40,15 +40,16 @@ def test_too_few_nodes_are_refused(cluster: RayNodes, model: Path) -> None:
     assert not cluster.nodes_with_ranks()
 
 
-@pytest.mark.slow
+LONG = [
+    {"pipeline_parallel_size": 2},
+    {"tensor_parallel_size": 1},
+    {"data_parallel_size": 2, "enable_expert_parallel": True},
+]
+
+
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 1},
-        {"data_parallel_size": 2, "enable_expert_parallel": True},
-    ],
+    [{"tensor_parallel_size": 2}, *(pytest.param(own, marks=pytest.mark.slow) for own in LONG)],
     ids=str,
 )
 def test_ranks_on_several_nodes_give_one_ranks_tokens(
@@ -77,6 +78,7 @@ def kill_node(cluster: RayNodes) -> None:
 Fault = Callable[[RayNodes], None]
 
 
+@pytest.mark.slow
 def test_streams_survive_the_death_of_a_rank_and_of_a_node(cluster: RayNodes, model: Path) -> None:
     """The third node stands in for the dead one."""
     check_faults(cluster, model, ["-tp", "2"], [kill_rank, kill_node])

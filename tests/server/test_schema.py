@@ -74,7 +74,7 @@ EXCLUDED = [
     schemathesis.checks.negative_data_rejection,
 ]
 
-EXAMPLES = [12, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+EXAMPLES = [6, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 LENGTH = ("--max-model-len", "64")
 PATIENCE_S = 240  # schemathesis has 10, which a busy machine may need
 

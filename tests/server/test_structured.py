@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -140,7 +139,13 @@ NOT_ENFORCEABLE = {"response_format": format_of({"not": {}}, strict=True)}
 @pytest.mark.parametrize(
     ("given", "param", "text", "stream"),
     [
-        ({"response_format": format_of(ENDLESS)}, FORMAT, "too complex", True),
+        pytest.param(
+            {"response_format": format_of(ENDLESS)},
+            FORMAT,
+            "too complex",
+            True,
+            marks=pytest.mark.slow,
+        ),
         (DEEP, "structured_outputs", "cannot be used", False),
         (DEEP, "structured_outputs", "cannot be used", True),
         (NOT_ENFORCEABLE, FORMAT, "not", False),
@@ -152,7 +157,7 @@ def test_what_cannot_be_compiled_is_a_400_before_the_stream(
     server: ServerProcess, given: dict[str, Any], param: str, text: str, stream: bool
 ) -> None:
     body = {"messages": MESSAGES, "max_tokens": 8, "stream": stream, **given}
-    answer = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, timeout=240)
+    answer = server.post("/v1/chat/completions", body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("BadRequestError", param)
