@@ -101,6 +101,7 @@ def test_requests_of_a_failed_step_are_retried(
     assert points.has_struck(FORWARD)
 
 
+@pytest.mark.slow
 def test_stages_of_two_ranks_give_one_ranks_tokens_until_one_dies(
     model: Path, expected: list[list[list[int]]]
 ) -> None:

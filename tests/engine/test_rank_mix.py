@@ -73,7 +73,7 @@ def test_ranks_give_what_one_gives_alone(model: Model, ranks: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [
-        cell("deepseek_v2_lite", DP_2, EP, GATHERED, is_slow=False),
+        cell("deepseek_v2_lite", DP_2, EP, GATHERED),
         cell("deepseek_v2_lite", DP_2, EP),
         cell("qwen3_next", DP_2, EP),
         cell("deepseek_v2_lite", DP_2, TP_2, EP),

@@ -161,17 +161,17 @@ def test_what_comes_is_what_comes_without(
             assert_greedy_drafts_hold(llm)
 
 
-SHARDED = [  # the others take the path of one of these
-    *((method, None) for method in ("ngram", "draft_model", "eagle3")),
-    *(pytest.param(i, None, marks=pytest.mark.slow) for i in ("eagle", "medusa", "mtp")),
-]
-WHOLE = [
-    ("eagle3", 1),
-    *(pytest.param(i, 1, marks=pytest.mark.slow) for i in ("draft_model", "eagle", "medusa")),
+OF_ONE_RANK = ("eagle3", "draft_model", "eagle", "medusa")
+LONG = [  # `test_rank_mix` and others have drafts of the host and of draft models on ranks
+    *((method, None) for method in ("ngram", "draft_model", "eagle", "medusa", "mtp")),
+    *((method, 1) for method in OF_ONE_RANK),
 ]
 
 
-@pytest.mark.parametrize(("method", "size"), [*SHARDED, *WHOLE])
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [("eagle3", None), *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)],
+)
 def test_two_ranks_give_what_one_gives(
     method: str,
     size: int | None,

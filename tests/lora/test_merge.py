@@ -125,11 +125,11 @@ def test_merging_comes_before_quantization_and_before_ranks_split_weights(
 ) -> None:
     checkpoint, adapter = checkpoint_of("llama"), adapter_of("dora")
     merged = write(checkpoint, adapter, tmp_path / "merged")
-    for options, ranks in (({"quantization": "int8"}, {}), ({}, {"tensor_parallel_size": 2})):
-        with open_llm(merged, **options) as llm:
-            expected = greedy_tokens(llm, PROMPTS)
-        with open_llm(checkpoint, merge_lora=str(adapter), **options, **ranks) as llm:
-            assert greedy_tokens(llm, PROMPTS) == expected
+    with open_llm(merged, quantization="int8") as llm:
+        expected = greedy_tokens(llm, PROMPTS)
+    own = {"merge_lora": str(adapter), "quantization": "int8"}
+    with open_llm(checkpoint, **own, tensor_parallel_size=2) as llm:
+        assert greedy_tokens(llm, PROMPTS) == expected
 
 
 @pytest.mark.parametrize("type_name", ["F32", "Q8_0"])

@@ -23,8 +23,15 @@ PROMPTS = random_prompts(13, 5, 9)
 ODD = {"vocab_size": 257}  # ranks have different numbers of tokens
 
 
-SHORT = [("dora_biased",), ("embedding_and_head", "saved_modules"), ("stacked_experts",)]
-LONG = ["all_linear", "bias_all", "tied_embedding", "tied_saved", "stacked_transposed"]
+SHORT = [("embedding_and_head", "saved_modules"), ("stacked_experts",)]
+LONG = [
+    "all_linear",
+    "dora_biased",
+    "bias_all",
+    "tied_embedding",
+    "tied_saved",
+    "stacked_transposed",
+]
 LONG += ["mixtral"]  # single experts
 
 

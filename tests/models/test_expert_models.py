@@ -77,7 +77,7 @@ def test_plain_torch_gives_transformers_tokens_too(checkpoint: Path) -> None:
     [
         pytest.param("qwen3_moe", "torch", marks=pytest.mark.slow),
         ("qwen2_moe", "auto"),
-        ("llama4_unnormed", "auto"),
+        pytest.param("llama4_unnormed", "auto", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_give_one_ranks_tokens(tmp_path: Path, variant: str, backend: str) -> None:

@@ -236,6 +236,7 @@ def test_the_same_tokens_whatever_the_engine_does(
         assert not llm.engine.grammars._outputs
 
 
+@pytest.mark.slow
 def test_the_same_tokens_on_two_ranks(byte_model: str, alone: list[Any]) -> None:
     with open_llm(byte_model, tensor_parallel_size=2) as llm:
         assert run(llm) == alone
@@ -277,7 +278,7 @@ def test_with_a_draft_model_that_knows_no_grammar(
         assert run(llm) == alone
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "config",
     [

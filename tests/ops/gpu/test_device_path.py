@@ -219,7 +219,10 @@ def test_heads_draft_on_the_way_of_a_gpu_as_plainly(
 
 @pytest.mark.parametrize(
     "drafter",
-    [DeviceNgramDrafter(3, 1, 3), DeviceSuffixDrafter(3, 24, 10)],
+    [
+        pytest.param(DeviceNgramDrafter(3, 1, 3), marks=pytest.mark.slow),
+        DeviceSuffixDrafter(3, 24, 10),
+    ],
     ids=["ngram", "suffix"],
 )
 def test_drafts_of_the_device_give_the_plain_paths_tokens(
@@ -254,7 +257,9 @@ HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3", "mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
 def test_drafts_beside_prompts_give_the_plain_paths_tokens(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

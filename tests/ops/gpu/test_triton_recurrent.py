@@ -32,8 +32,14 @@ def test_single_tokens_beside_longer_queries(device: torch.device, name: str) ->
     steps.check()
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+SIZES = [(name, 3) for name in LAYERS]
+LONG = [(name, size) for name in LAYERS for size in (1, 16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [*SIZES, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)],
+)
 def test_drafts_beside_longer_queries(device: torch.device, name: str, block_size: int) -> None:
     layer: Layer = LAYERS[name]()
     steps = Steps(layer, [30, 22, 17, 12], block_size, recurrent, device)
