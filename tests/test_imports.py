@@ -84,3 +84,22 @@ def test_a_server_without_traces_imports_no_tracing() -> None:
     )
     assert "fastapi" in modules
     assert "torch" not in modules
+
+
+DIVISION = """
+from pathlib import Path
+from penstock.config import EngineConfig
+from penstock.loading.source import ModelSource
+from penstock.models.division import check_division
+source = ModelSource("x", Path("x"), "folder", CONFIG, {}, (), None, "")
+check_division(EngineConfig.from_options({"tensor_parallel_size": 2}), source)
+"""
+
+
+def test_finding_out_whether_ranks_divide_a_model_imports_no_compiler() -> None:
+    """torch's takes longer to import than the models take to build, before each start of ranks."""
+    from tiny_models import config_of
+
+    modules = modules_after(DIVISION.replace("CONFIG", repr(config_of("llama"))))
+    assert "torch" in modules
+    assert not modules & {"sympy", "triton"}
