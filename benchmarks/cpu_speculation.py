@@ -10,6 +10,11 @@ Engines with and without it run the same requests in turn. Tasks:
     chat    questions, sampled                                 both, one stream
     many    the same questions, 16 streams at once             both
 
+With `--head FOLDER`, an EAGLE-3 head, such as examples/train_eagle3.py writes, also drafts in the
+last two. One more task shows what it costs while a prompt is computed:
+
+    prompt  a prompt of about 1,200 tokens: the numbers are those of prompt tokens
+
 Prompts differ from round to round, so that no engine has seen an output before. They are prefilled
 first: the times are those of decoding. Prints medians of the ratios on / off of output tokens per
 second and per second of CPU time (which other load on the machine changes least), and the mean
@@ -84,6 +89,10 @@ def many(round_number: int) -> Requests:
     return [*QUESTIONS, *QUESTIONS[::-1]], chat(round_number)[1]
 
 
+def prompt(round_number: int) -> Requests:
+    return [f"Text number {round_number} is this:\n\n{' '.join(TEXTS)}"], greedy(1)
+
+
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 SUFFIX: dict[str, Any] = {"method": "suffix"}
 CASES = [
@@ -95,12 +104,16 @@ CASES = [
 def measure(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> tuple[float, float, float]:
     """Tokens per second, tokens per second of CPU time, mean acceptance length."""
     messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    llm.chat(messages, SamplingParams(max_tokens=1, speculative=False), use_tqdm=False)
+    is_prompt = params.max_tokens == 1
+    if not is_prompt:
+        llm.chat(messages, SamplingParams(max_tokens=1, speculative=False), use_tqdm=False)
     start, cpu_start = time.perf_counter(), time.process_time()
     outputs = llm.chat(messages, params, use_tqdm=False)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     choices = [output.outputs[0] for output in outputs]
     num_tokens = sum(len(choice.token_ids) for choice in choices)
+    if is_prompt:
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     drafts = [choice.drafts for choice in choices if choice.drafts is not None]
     num_steps = sum(own.num_drafts for own in drafts)
     accepted = sum(own.num_accepted_tokens for own in drafts)
@@ -115,6 +128,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", help="one task")
+    parser.add_argument("--head", help="folder of an EAGLE-3 head for the default model")
     args = parser.parse_args()
     options: dict[str, Any] = {"cpu_threads": args.threads, "log_level": "error"}
     options["max_model_len"] = 2048
@@ -123,8 +137,13 @@ def main() -> None:
         "ngram": LLM(speculative_config=NGRAM, **options),
         "suffix": LLM(speculative_config=SUFFIX, **options),
     }
+    cases = list(CASES)
+    if args.head is not None:
+        eagle3 = {"method": "eagle3", "model": args.head}
+        engines["eagle3"] = LLM(speculative_config=eagle3, **options)
+        cases += [(task, eagle3) for task in (chat, many, prompt)]
     print("task    method  tokens/s off    on  ratio  ratio (CPU)  acceptance length")
-    for task, config in CASES:
+    for task, config in cases:
         if args.only not in (None, task.__name__):
             continue
         off, on = [], []
