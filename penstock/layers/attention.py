@@ -85,23 +85,21 @@ class Attention(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[n, heads, head_dim] each -> [n, heads * head_dim]."""
-        context = current_context()
         if self.kind == "bidirectional":
             output = self.ops.varlen_attention(
-                query, key, value, context.query_starts, self.scale, self.window
+                query, key, value, current_context().query_starts, self.scale, self.window
             )
-        else:
-            cache, metadata = context.caches[self.name], context.attention[self.name]
-            scales = self._scales(cache)
-            self.ops.write_kv(key, value, cache, metadata.slot_mapping, **scales)
-            output = self.ops.paged_attention(
-                query, cache, metadata, self.scale, self.window, **self.extras, **scales
-            )
-            if context.spans:
-                self._attend_spans(query, cache, metadata, context.spans, output)
-        return output.flatten(1)
+            return output.flatten(1)
+        self.write(key, value)
+        return self.attend(query)
 
-    def forward_fused(
+    def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Cache keys and values [n, kv_heads, head_dim]."""
+        context = current_context()
+        cache, metadata = context.caches[self.name], context.attention[self.name]
+        self.ops.write_kv(key, value, cache, metadata.slot_mapping, **self._scales(cache))
+
+    def write_fused(
         self,
         norm_rotate_write: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         qkv: torch.Tensor,
@@ -109,18 +107,22 @@ class Attention(nn.Module):
         k_weight: torch.Tensor | None,
         eps: float,
         angles: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Like `forward`, from the projection's output: one op norms, rotates and caches."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Like `write`, from the projection's output: one op norms, rotates and caches."""
         context = current_context()
         cache, metadata = context.caches[self.name], context.attention[self.name]
-        scales = self._scales(cache)
-        query, key, value = norm_rotate_write(
+        return norm_rotate_write(
             qkv, q_weight, k_weight, eps, *angles, cache, metadata.slot_mapping, self.num_heads,
-            **scales,
+            **self._scales(cache),
         )  # fmt: skip
+
+    def attend(self, query: torch.Tensor, **rows: torch.Tensor) -> torch.Tensor:
+        """Attend to what is cached. `rows`: the step's keys and values, if the op may read them."""
+        context = current_context()
+        cache, metadata = context.caches[self.name], context.attention[self.name]
         output = self.ops.paged_attention(
-            query, cache, metadata, self.scale, self.window, key=key, value=value, **self.extras,
-            **scales,
+            query, cache, metadata, self.scale, self.window, **rows, **self.extras,
+            **self._scales(cache),
         )  # fmt: skip
         if context.spans:
             self._attend_spans(query, cache, metadata, context.spans, output)

@@ -92,13 +92,29 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = dense
 
     def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        query, rope, entries = self._write(x, angles)
+        context = current_context()
+        attended = self.ops.latent_attention(
+            query[..., : self.config.nope_dim], rope, context.caches[self.name],
+            context.attention[self.name], self._up(), self.config.scale, entries,
+        )  # fmt: skip
+        return self.o_proj(attended.flatten(1))
+
+    def write(self, x: torch.Tensor, angles: Angles) -> None:
+        """Cache the entries of rows whose output nobody needs."""
+        self._write(x, angles)
+
+    def _write(
+        self, x: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [n, heads, nope_dim + rope_dim], their rotated part, and what is cached."""
         config = self.config
         compressed = self.a_proj(x)
         if config.q_rank is None:
             query = self.q_proj(x)
         else:
             query = self.q_b_proj(self.q_a_layernorm(compressed[:, : config.q_rank]))
-        query = query.unflatten(-1, (self.num_heads, -1))  # [n, heads, nope_dim + rope_dim]
+        query = query.unflatten(-1, (self.num_heads, -1))
         entries = compressed[:, -self.entry_size :]
         context = current_context()
         cache, metadata = context.caches[self.name], context.attention[self.name]
@@ -110,10 +126,7 @@ class LatentAttention(nn.Module):
         else:
             rope, entries = self._norm_and_rotate(query, entries, angles)
             self.ops.write_latent(entries, cache, metadata.slot_mapping)
-        attended = self.ops.latent_attention(
-            query[..., : config.nope_dim], rope, cache, metadata, self._up(), config.scale, entries
-        )
-        return self.o_proj(attended.flatten(1))
+        return query, rope, entries
 
     def _up(self) -> torch.Tensor:
         """[heads, nope_dim + value_dim, kv_rank]: a view of kv_b_proj's weight."""

@@ -92,23 +92,39 @@ class RotaryAttention(nn.Module):
     def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         qkv = self.qkv_proj(x)
         if self.fused is not None:
-            return self._forward_fused(qkv, angles)
-        heads = qkv.unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
-        query, key, value = heads.split(
-            [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
-        )
+            query, key, value = self._write_fused(qkv, angles)
+            return self.o_proj(self.attention.attend(query, key=key, value=value))
+        return self.o_proj(self.attention(*self._heads(qkv, angles)))
+
+    def write(self, x: torch.Tensor, angles: Angles) -> None:
+        """Cache keys and values of rows whose output nobody needs."""
+        qkv = self.qkv_proj(x)
+        if self.fused is not None:
+            self._write_fused(qkv, angles)
+        else:
+            self.attention.write(*self._heads(qkv, angles)[1:])
+
+    def _heads(
+        self, qkv: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value: [n, heads, head_dim] each."""
+        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        heads = qkv.reshape(-1, sum(counts), self.head_dim)
+        query, key, value = torch.split(heads, counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary is not None:
             query, key = self.rotary(query, key, angles)
-        return self.o_proj(self.attention(query, key, value))
+        return query, key, value
 
-    def _forward_fused(self, qkv: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def _write_fused(
+        self, qkv: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert self.fused is not None
         q_norm, k_norm = self.q_norm, self.k_norm
         assert isinstance(q_norm, RMSNorm | None)
         assert isinstance(k_norm, RMSNorm | None)
-        attended = self.attention.forward_fused(
+        return self.attention.write_fused(
             self.fused,
             qkv,
             q_norm.weight if q_norm is not None else None,
@@ -116,4 +132,3 @@ class RotaryAttention(nn.Module):
             q_norm.eps if q_norm is not None else 0.0,
             angles,
         )
-        return self.o_proj(attended)

@@ -59,6 +59,11 @@ class DecoderLayer(nn.Module):
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
+    def write(self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles) -> None:
+        """Cache what later rows read of these, whose output nobody needs."""
+        attention: Any = self.self_attn
+        attention.write(self.input_layernorm.add(x, residual)[0], angles)
+
 
 class SandwichLayer(nn.Module):
     """x + norm(attention(norm(x))), then the same with the MLP.

@@ -86,10 +86,20 @@ class Eagle(Model):
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute rows. Returns what `project` takes, and the hidden states for the next rows."""
-        x = self.fc(torch.cat([embedded.to(self.dtype), hidden], dim=-1))
-        x, residual = self.layers[0](x, positions)
+        x, residual = self.layers[0](self._input(embedded, hidden), positions)
         states = x + residual if self.norm is None else self.norm.add(x, residual)[0]
         return states, states
+
+    def write(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        """Cache the keys and values of rows that nothing is drafted from."""
+        layer = self.layers[0]
+        assert isinstance(layer, EagleLayer)
+        layer.self_attn.write(self._input(embedded, hidden), layer.rotary.angles(positions))
+
+    def _input(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What attention reads."""
+        projected: torch.Tensor = self.fc(torch.cat([embedded.to(self.dtype), hidden], dim=-1))
+        return projected
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return self._project(Hidden(states), slice(None))

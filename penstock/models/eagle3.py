@@ -88,12 +88,25 @@ class Eagle3(Model):
         """Compute rows. Returns what `project` takes, and the hidden states for the next rows."""
         layer = self.layers[0]
         assert isinstance(layer, DraftLayer)
-        normed = layer.hidden_norm(hidden)
+        x, normed = self._input(layer, embedded, hidden)
         residual = normed if self.norms_residual else hidden
-        x = torch.cat([layer.input_layernorm(embedded.to(self.dtype)), normed], dim=-1)
         x = layer.self_attn(x, layer.rotary.angles(positions))
         x, residual = layer.post_attention_layernorm.add(x, residual)
         return self.norm.add(layer.mlp(x), residual)
+
+    def write(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        """Cache the keys and values of rows that nothing is drafted from."""
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        x, _ = self._input(layer, embedded, hidden)
+        layer.self_attn.write(x, layer.rotary.angles(positions))
+
+    def _input(
+        self, layer: DraftLayer, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads, and the normed hidden states in it."""
+        normed = layer.hidden_norm(hidden)
+        return torch.cat([layer.input_layernorm(embedded.to(self.dtype)), normed], dim=-1), normed
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Logits over the tokens of `vocabulary`."""

@@ -15,8 +15,9 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part
 from penstock.layers.norm import Norm
+from penstock.layers.sublayers import Angles
 from penstock.models.base import Hidden, Model, MtpLayout, WeightTable
-from penstock.models.decoder import DecoderLM
+from penstock.models.decoder import DecoderLayer, DecoderLM
 
 
 class MtpHead(Model):
@@ -62,15 +63,30 @@ class MtpHead(Model):
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute rows. Returns what `project` takes, and the hidden states for the next rows."""
-        layer, embedding_norm, hidden_norm, projection, norm = self._parts
+        layer, *_, norm = self._parts
+        assert isinstance(norm, Norm)
+        x, residual = layer(self._input(embedded, hidden), None, self._own_angles(positions))
+        states, residual = norm.add(x, residual)
+        return states, states if self.layout.passes_normed else residual
+
+    def write(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        """Cache the keys and values of rows that nothing is drafted from."""
+        layer, *_ = self._parts
+        assert isinstance(layer, DecoderLayer)
+        layer.write(self._input(embedded, hidden), None, self._own_angles(positions))
+
+    def _input(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer reads."""
+        _, embedding_norm, hidden_norm, projection, _ = self._parts
         pair = [embedding_norm(embedded.to(self.dtype)), hidden_norm(hidden)]
         if self.layout.hidden_first:
             pair.reverse()
-        angles = [*self._angles(positions)][-1]
-        x, residual = layer(projection(torch.cat(pair, dim=-1)), None, angles)
-        assert isinstance(norm, Norm)
-        states, residual = norm.add(x, residual)
-        return states, states if self.layout.passes_normed else residual
+        projected: torch.Tensor = projection(torch.cat(pair, dim=-1))
+        return projected
+
+    def _own_angles(self, positions: torch.Tensor) -> Angles:
+        *_, angles = self._angles(positions)
+        return angles
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return self._project(Hidden(states), slice(None))

@@ -45,13 +45,22 @@ class GatedAttention(nn.Module):
         self.attention = Attention(build, name, self.num_heads, self.num_kv_heads, head_dim)
 
     def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
+        query, gate, key, value = self._heads(x, angles)
+        attended = self.attention(query, key, value) * torch.sigmoid(gate.flatten(1))
+        return self.o_proj(attended)
+
+    def write(self, x: torch.Tensor, angles: Angles) -> None:
+        """Cache keys and values of rows whose output nobody needs."""
+        self.attention.write(*self._heads(x, angles)[2:])
+
+    def _heads(self, x: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, ...]:
+        """Query, gate, key and value: [n, heads, head_dim] each."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         counts = [2 * self.num_heads, self.num_kv_heads, self.num_kv_heads]
         both, key, value = heads.split(counts, dim=1)
         query, gate = both.unflatten(1, (-1, 2)).unbind(2)
         query, key = self.rotary(self.q_norm(query), self.k_norm(key), angles)
-        attended = self.attention(query, key, value) * torch.sigmoid(gate.flatten(1))
-        return self.o_proj(attended)
+        return query, gate, key, value
 
 
 class Qwen3NextForCausalLM(DecoderLM):

@@ -97,6 +97,19 @@ def test_tokens_and_logprobs_are_those_without_a_head(
         assert llm.engine.speculation_stats().num_draft_tokens > 100
 
 
+def test_rows_of_prompts_take_keys_and_values_only(
+    tiny_llama: str, head: tuple[Path, Tensors]
+) -> None:
+    """The head's output is needed where drafts begin, once per request."""
+    drafter, rows = Watched(head[0]), list[int]()
+    with open_llm(tiny_llama, drafter=drafter) as llm:
+        for name, module in drafter._head.named_modules():  # type: ignore[attr-defined]
+            if name.endswith(("o_proj", "mlp")):
+                module.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
+        llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
+    assert 0 < max(rows) <= len(prompts())
+
+
 def test_rows_that_the_head_did_not_see_change_no_tokens(
     tiny_llama: str, head: tuple[Path, Tensors]
 ) -> None:

@@ -2,8 +2,10 @@
 
 Row p of the head's cache has token p and the hidden state of position p - 1. So the head computes a
 step's rows right after the target, with the target's own positions and block tables, and knows all
-it needs: no row waits for a token that is not sampled yet. Rows of rejected drafts are computed
-again with the next step, like the target's. After a prefix hit one row lacks its hidden state.
+it needs: no row waits for a token that is not sampled yet. Its output is needed only where drafts
+begin, and a head is one layer, so the other rows take no more than their keys and values. Rows of
+rejected drafts are computed again with the next step, like the target's. After a prefix hit one row
+lacks its hidden state.
 
 Decode steps after which nothing is proposed are not observed, so the head's cache lacks their rows.
 Their blocks enter the prefix cache all the same: the target would have to compute them again
@@ -44,6 +46,9 @@ class DraftHead(Protocol):
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute rows. Returns what `project` takes, and the hidden states for the next rows."""
+
+    def write(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        """Cache the keys and values of rows that nothing is drafted from."""
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Logits over the tokens that it drafts."""
@@ -87,7 +92,7 @@ class HeadDrafter(ModelDrafter):
         attention = {name: context.attention[near] for name, near in self._neighbours.items()}
         own_context = ForwardContext(self.caches, attention, context.query_starts, slots)
         with forward_context(own_context):
-            self._head.draft(self._target.embed(inputs.token_ids), before, inputs.positions)
+            self._head.write(self._target.embed(inputs.token_ids), before, inputs.positions)
         self._before[torch.where(is_last, own, nobody)] = combined
         self._combined[: len(combined)] = combined
 
