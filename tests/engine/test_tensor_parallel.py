@@ -1,4 +1,4 @@
-"""Two ranks give one rank's tokens."""
+"""Two and four ranks give one rank's tokens."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def expected(model: Path) -> list[list[int]]:
         return generate(llm)
 
 
-def test_two_ranks_give_one_ranks_tokens_until_one_dies(
+def test_four_ranks_give_one_ranks_tokens_until_one_dies(
     model: Path, expected: list[list[int]]
 ) -> None:
-    with open_llm(model, tensor_parallel_size=2, **LONG_STEPS) as llm:
+    with open_llm(model, tensor_parallel_size=4, **LONG_STEPS) as llm:
         assert generate(llm) == expected
         executor_of(llm)._processes[1].kill()
         with pytest.raises(EngineDeadError, match="worker"):
@@ -68,8 +68,21 @@ def test_two_ranks_give_one_ranks_tokens_until_one_dies(
 
 
 @pytest.mark.slow
-def test_four_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama_tied_biased", vocab_size=251, num_key_value_heads=2)
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("llama_tied_biased", {"num_key_value_heads": 2}),
+        ("qwen2_windowed", {}),
+        ("qwen3_moe", {}),
+        ("deepseek_v3", {}),
+        ("mamba2", {}),
+        ("qwen3_next", {"linear_num_key_heads": 4}),
+    ],
+)
+def test_four_ranks_give_one_ranks_tokens(
+    variant: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path, variant, vocab_size=251, **sizes)
     with open_llm(model, **LONG_STEPS) as llm:
         expected = generate(llm)
     with open_llm(model, tensor_parallel_size=4, **LONG_STEPS) as llm:
