@@ -197,10 +197,15 @@ def _join_cluster(address: str | None) -> None:
     try:
         ray.init(address=address or "auto", logging_level="error", log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"at {address}" if address else "on this machine"
+        if address is not None:  # something listens there
+            raise ConfigError(
+                f"the Ray cluster at {address} cannot be joined ({_first_line(error)}): run `ray "
+                f"start --address={address}` on this machine, with the same version of Ray and the "
+                "cluster's token (~/.ray/auth_token or RAY_AUTH_TOKEN)"
+            ) from error
         raise ConfigError(
-            f"no Ray cluster was found {where}: run `ray start --head` on one node and `ray start "
-            f"--address=HEAD:6379` on the others, then set ray_address ({_first_line(error)})"
+            "no Ray cluster was found on this machine: run `ray start --head` on one node and `ray "
+            f"start --address=HEAD:6379` on the others, then set ray_address ({_first_line(error)})"
         ) from error
     finally:
         if handler is not None:

@@ -113,6 +113,18 @@ def test_a_port_of_something_else_is_refused_at_once() -> None:
             ray_ranks.RayRanks(config_of(ray_address=address))
 
 
+def test_a_cluster_that_does_not_let_us_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise ConnectionError("Failed to connect")
+
+    monkeypatch.setattr(ray_ranks, "_check_reachable", lambda address: None)
+    monkeypatch.setattr(ray_ranks.ray, "init", refuse)
+    with pytest.raises(ConfigError, match=r"head:1 cannot be joined \(Failed .* cluster's token"):
+        ray_ranks.RayRanks(config_of(ray_address="head:1"))
+    with pytest.raises(ConfigError, match="no Ray cluster was found on this machine: run `ray st"):
+        ray_ranks.RayRanks(config_of())
+
+
 def test_a_missing_ray_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "penstock.executor.ray")
