@@ -72,8 +72,8 @@ def _part_text(part: Any, where: str) -> str:
         raise InputError(f"{where} must be an object with a type, got {part!r:.100}", where)
     if kind not in ("text", "image", "video"):  # media were taken out, with a text in their place
         raise InputError(
-            f"{where} is of type {kind!r:.100}, but this model takes text only: send parts of "
-            "type 'text'",
+            f"{where} is of type {kind!r:.100}, which is not supported: send parts of type 'text', "
+            "and if the model takes them, 'image_url' and 'video_url'",
             where,
         )
     text = part.get("text")

@@ -286,6 +286,16 @@ def test_every_api_takes_images(server: ServerProcess, folder: Path, web_image: 
         assert count["input_tokens"] == usage["prompt_tokens"]
 
 
+def test_a_part_of_another_type_is_refused_by_its_place(
+    server: ServerProcess, folder: Path
+) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "aaaa", "format": "wav"}}
+    body = {"model": str(folder), "messages": [{"role": "user", "content": [sound]}]}
+    error = server.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "messages[0].content[0]"
+    assert "'input_audio', which is not supported: send parts of type 'text'" in error["message"]
+
+
 def test_images_in_tool_results(server: ServerProcess, folder: Path) -> None:
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     image = {"type": "image", "source": {"type": "url", "url": encoded(picture(100, 60))}}

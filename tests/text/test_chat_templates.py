@@ -173,7 +173,7 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
         ([{"role": "user", "content": 7}], "content must be a string, got 7"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text must be a string"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "text only"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "not supported"),
         ([{"role": "user", "content": "x", "extra": object()}], "plain JSON"),
     ],
 )
