@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from PIL import Image
 
 from penstock.media.decode import BadMedia, decode_image, image_of
 from penstock.media.files import write_file
@@ -31,6 +33,10 @@ from penstock.protocol.media import MediaTensor
 ENTRY = "penstock.media.worker:make_worker"
 ALIGNMENT = 64  # bytes, of tensors in a file
 MAX_FACT = 64  # integers; a larger tensor goes to the file
+MODEL_KWARGS = (
+    "crop_size",
+    "image_grid_pinpoints",
+)  # arguments that must be those of the model's config
 
 
 def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
@@ -109,6 +115,8 @@ def process(processor: Any, info: ProcessorInfo, request: ProcessMedia) -> Proce
     else:
         found, text = process_image(processor, request)
         row_id = info.row_token_id
+        if request.kwargs:
+            check_form(processor, info, found, text)
     row = processor.tokenizer.convert_ids_to_tokens(row_id)
     run = f"(?:{re.escape(row)})+"
     runs = [len(found_run) // len(row) for found_run in re.findall(run, text)]
@@ -128,24 +136,81 @@ def process_image(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, A
         image = decode_image(request.data, request.max_pixels, request.io_kwargs)
     else:
         image = image_of(request.data, request.shape, request.max_pixels)
+    with refusing(request.kwargs):
+        try:
+            return run_processor(processor, image, request.kwargs)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise BadMedia(
+                f"the model's processor cannot take an image of {image.width} x {image.height} "
+                f"pixels: {error}"
+            ) from error
+
+
+@contextmanager
+def refusing(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """With arguments of a request, any error of a processor is about these."""
     try:
-        kwargs = processor._merge_kwargs(
-            processor.valid_processor_kwargs,
-            tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
-            **request.kwargs,
-        )
-        found, (text,) = processor._process_images([image], **kwargs["images_kwargs"])
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise BadMedia(
-            f"the model's processor cannot take an image of {image.width} x {image.height} pixels: "
-            f"{error}"
-        ) from error
+        yield
+    except (BadMedia, MemoryError):
+        raise
+    except Exception as error:
+        if not kwargs:
+            raise
+        message = " ".join(str(error).split())
+        raise BadMedia(f"mm_processor_kwargs are wrong: {message}"[:400]) from error
+
+
+def run_processor(
+    processor: Any, image: Image.Image, given: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], str]:
+    kwargs = processor._merge_kwargs(
+        processor.valid_processor_kwargs,
+        tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
+        **given,
+    )["images_kwargs"]
+    for name in MODEL_KWARGS:
+        if kwargs.get(name) not in (None, getattr(processor.image_processor, name, None)):
+            raise BadMedia(f"mm_processor_kwargs are wrong: {name} is fixed by the model")
+    found, (text,) = processor._process_images([image], **kwargs)
     return found, text
+
+
+def check_form(processor: Any, info: ProcessorInfo, found: Mapping[str, Any], text: str) -> None:
+    """Refuse tensors that the model cannot take: arguments of a request have changed their form."""
+    pixels = np.asarray(found["pixel_values"])
+    if not np.isfinite(pixels).all():
+        raise BadMedia("mm_processor_kwargs are wrong: pixels become infinite")
+    form = model_form(processor)
+    if form is not None and _form(pixels) != form:
+        raise BadMedia(
+            f"mm_processor_kwargs are wrong: the model takes tensors of {list(form)}, got "
+            f"{list(_form(pixels))}"
+        )
+    if info.merge:
+        _, height, width = np.ravel(found["image_grid_thw"])
+        num_rows = height * width // info.merge**2
+        row = processor.tokenizer.convert_ids_to_tokens(info.row_token_id)
+        if height % info.merge or width % info.merge or text.count(row) != num_rows:
+            raise BadMedia("mm_processor_kwargs are wrong: merge_size is fixed by the model")
+
+
+@functools.cache
+def model_form(processor: Any) -> tuple[int, ...] | None:
+    """The size of a tile or a patch; None: images have their own."""
+    images = (Image.new("RGB", size) for size in ((320, 320), (640, 320)))
+    found = [run_processor(processor, image, {})[0]["pixel_values"] for image in images]
+    first, second = (_form(np.asarray(pixels)) for pixels in found)
+    return first if first == second else None
+
+
+def _form(pixels: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    return pixels.shape[-2:] if pixels.ndim > 2 else pixels.shape[-1:]
 
 
 def process_video(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, Any], str]:
     """The processor's output, and the video's text."""
-    videos = processor.video_processor.with_kwargs(request.kwargs)
+    with refusing(request.kwargs):
+        videos = processor.video_processor.with_kwargs(request.kwargs)
     if request.grid:
         video = videos.embedded(request.grid, request.facts.get("fps"))
     elif request.shape is None:

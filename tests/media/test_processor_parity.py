@@ -73,8 +73,14 @@ class Ours:
         asked = msgspec.msgpack.encode(DescribeProcessor())
         self.info = msgspec.msgpack.decode(self._work(asked), type=ProcessorInfo)
 
-    def process(self, data: bytes) -> ProcessedMedia:
-        asked = ProcessMedia(modality="image", data=data, places=[str(self.path)], max_pixels=2**20)
+    def process(self, data: bytes, **kwargs: Any) -> ProcessedMedia:
+        asked = ProcessMedia(
+            modality="image",
+            data=data,
+            places=[str(self.path)],
+            kwargs=kwargs,
+            max_pixels=2**20,
+        )
         return msgspec.msgpack.decode(
             self._work(msgspec.msgpack.encode(asked)), type=ProcessedMedia
         )
@@ -126,3 +132,56 @@ def test_pixels_and_placeholders_are_those_of_transformers(
         else:
             difference = float((found - pixels.float()).abs().max())
             assert difference <= 2.01 / 255 / std
+
+
+WRONG_KWARGS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2_5_vl", {"patch_size": 7}, r"takes tensors of \[1176\], got \[294\]"),
+    ("qwen2_5_vl", {"temporal_patch_size": 4}, "takes tensors of"),
+    ("qwen2_5_vl", {"merge_size": 3}, "merge_size is fixed"),
+    ("qwen2_5_vl", {"max_pixels": "many"}, "max_pixels"),
+    ("qwen2_5_vl", {"image_mean": [1]}, "image_mean"),
+    ("qwen2_5_vl", {"rescale_factor": 1e300}, "infinite"),
+    ("qwen2_5_vl", {"images_kwargs": 5}, "mm_processor_kwargs are wrong"),
+    ("qwen2_5_vl", {"size": 5}, "size"),
+    ("smolvlm", {"max_image_size": {"longest_edge": 112}}, r"\[56, 56\], got \[112, 112\]"),
+    ("gemma3", {"size": {"height": 84, "width": 84}}, r"\[112, 112\], got \[84, 84\]"),
+    ("llava_next", {"image_grid_pinpoints": [[112, 112]]}, "image_grid_pinpoints is fixed"),
+    ("llava_onevision", {"crop_size": {"height": 84, "width": 84}}, "crop_size is fixed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "says"), WRONG_KWARGS, ids=[f"{n} {[*k]}" for n, k, _ in WRONG_KWARGS]
+)
+def test_arguments_that_the_model_cannot_take_are_refused(
+    name: str, kwargs: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """Here, before a step of the engine fails."""
+    make_folder(tmp_path, name)
+    file = io.BytesIO()
+    picture(100, 60).save(file, "PNG")
+    ours = Ours(tmp_path)
+    assert re.search(says, ours.process(file.getvalue(), **kwargs).error or "none")
+    assert ours.process(file.getvalue()).error is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("qwen2_5_vl", {"max_pixels": 28 * 28 * 4}),
+        ("qwen2_5_vl", {"images_kwargs": {"max_pixels": 28 * 28 * 4}}),
+        ("smolvlm", {"do_image_splitting": False}),
+        ("pixtral", {"size": {"longest_edge": 56}}),
+        ("internvl", {"max_patches": 1}),
+    ],
+)
+def test_arguments_may_make_images_smaller(
+    name: str, kwargs: dict[str, Any], tmp_path: Path
+) -> None:
+    make_folder(tmp_path, name)
+    file = io.BytesIO()
+    picture(200, 60).save(file, "PNG")
+    ours = Ours(tmp_path)
+    smaller, plain = ours.process(file.getvalue(), **kwargs), ours.process(file.getvalue())
+    assert smaller.error is None
+    assert sum(smaller.runs) < sum(plain.runs)
