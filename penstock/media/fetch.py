@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import concurrent.futures
 import contextlib
 import http.client
 import ipaddress
@@ -21,7 +22,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from penstock.config.media import MediaConfig
@@ -158,7 +161,10 @@ class MediaFetcher:
         )
         call = _Call()
         with waiting(call):
-            addresses = self._resolve(host, port)
+            try:
+                addresses = self._resolve(call, host, port, deadline)
+            except TimeoutError as error:
+                raise late from error
             timer = threading.Timer(max(deadline - time.monotonic(), 0), call.cancel)
             timer.daemon = True
             timer.start()
@@ -217,10 +223,12 @@ class MediaFetcher:
             )
         return host, port
 
-    def _resolve(self, host: str, port: int) -> list[Address]:
+    def _resolve(self, call: _Call, host: str, port: int, deadline: float) -> list[Address]:
         """The host's addresses that may be connected to."""
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = call.resolve(host, port, deadline)
+        except TimeoutError:
+            raise
         except (OSError, UnicodeError) as error:
             raise FetchError(f"its host {host:.100} cannot be resolved") from error
         addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
@@ -256,6 +264,26 @@ class _Call:
         self.socket: socket.socket | None = None
         self.is_cancelled = False
         self._lock = threading.Lock()
+        self._found = Future[list[Any]]()  # a host's addresses
+
+    def resolve(self, host: str, port: int, deadline: float) -> list[Any]:
+        """As `getaddrinfo`, which itself can neither be cut nor be given a time. Raises
+        TimeoutError."""
+        threading.Thread(target=self._ask, args=(host, port), daemon=True).start()
+        try:
+            return self._found.result(max(deadline - time.monotonic(), 0))
+        except concurrent.futures.TimeoutError as error:  # before Python 3.11 another one
+            raise TimeoutError from error
+
+    def _ask(self, host: str, port: int) -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except Exception as error:
+            if self._found.set_running_or_notify_cancel():
+                self._found.set_exception(error)
+        else:
+            if self._found.set_running_or_notify_cancel():
+                self._found.set_result(found)
 
     def connect(
         self, addresses: list[Address], port: int, deadline: float, tls_name: str | None
@@ -285,6 +313,7 @@ class _Call:
         """Cut the connection: whoever reads from it gets an error."""
         with self._lock:
             self.is_cancelled = True
+            self._found.cancel()
             self._cut()
 
     def _cut(self) -> None:

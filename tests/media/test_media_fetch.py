@@ -7,6 +7,7 @@ import http.server
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,34 @@ def test_size_time_and_status_are_limited(web: Any) -> None:
         fetcher(media_fetch_timeout=0.2).read(url_of(web, "slow/"), "x")
     with pytest.raises(InputError, match="status 404"):
         fetcher().read(url_of(web, "status/404"), "x")
+
+
+def test_a_slow_name_server_has_the_same_time_and_can_be_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, end = threading.Event(), threading.Event()
+
+    def resolve(*args: Any, **kwargs: Any) -> list[Any]:
+        asked.set()
+        end.wait(120)
+        raise OSError("no such host")
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
+    try:
+        with pytest.raises(InputError, match=r"longer than 0\.1 s"):
+            fetcher(media_fetch_timeout=0.1).read("http://slow.example/a", "x")
+        asked.clear()
+        scope = JobScope()
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(
+                scope.run, fetcher(media_fetch_timeout=600).read, "http://slow.example/a", "x"
+            )
+            assert asked.wait(120)
+            scope.cancel()  # the client leaves
+            with pytest.raises(CancelledError):
+                reading.result(120)
+    finally:
+        end.set()
 
 
 def test_a_client_cannot_take_all_fetches(web: Any, monkeypatch: pytest.MonkeyPatch) -> None:
