@@ -27,7 +27,7 @@ from tiny_adapters import write_adapter  # noqa: E402
 
 FOLDER = ROOT / "docs" / "images"
 WIDE = {"width": 1280, "height": 800}
-SERVER = {"width": 1280, "height": 1080}  # all of what is otherwise scrolled
+SERVER = {"width": 1280, "height": 1160}  # all of what is otherwise scrolled
 PLAYGROUND = {"width": 1280, "height": 1180}
 PHONE = {"width": 390, "height": 844}
 WORDS = ("the river ", "runs past ", "an old mill ", "and under ", "a bridge ", "into the sea ")
@@ -57,10 +57,12 @@ def merge_sort(items: list[int]) -> list[int]:
     if len(items) < 2:
         return items
     middle = len(items) // 2
-    left, right = merge_sort(items[:middle]), merge_sort(items[middle:])
+    left = merge_sort(items[:middle])
+    right = merge_sort(items[middle:])
     merged = []
     while left and right:
-        merged.append(left.pop(0) if left[0] <= right[0] else right.pop(0))
+        smaller = left if left[0] <= right[0] else right
+        merged.append(smaller.pop(0))
     return merged + left + right  # one of them is empty
 ```
 
@@ -222,7 +224,7 @@ def draw_server(browser: Browser, model: Path, folder: Path) -> None:
     ):
         page = open_page(server, viewport=SERVER)
         page.get_by_role("button", name="Server", exact=True).click()
-        sizes = [1200] * 10 + [2000]
+        sizes = [1200] * 24 + [2000]
         jobs = [
             pool.submit(complete, server, name, 100 * place, size)
             for place, size in enumerate(sizes)
