@@ -28,6 +28,8 @@ ADAPTER_TOKENS = 1024  # loading an adapter that the replica has not used lately
 
 MAX_IMBALANCE = 1.25  # unfinished requests of a replica, relative to the mean
 ALWAYS_ALLOWED = 4  # unfinished requests of a replica, whatever the mean is
+MAX_RECENT = 1.1  # recent requests of a replica, relative to the mean
+RECENT_SLACK = 3  # recent requests of a replica above that
 RECENT_PER_REPLICA = 64  # requests that count as recent, roughly
 OUTPUT_TOKENS = 384  # work of a request besides its prompt, in prompt tokens
 MAX_WEIGHT = 2.0**512
@@ -47,6 +49,7 @@ class _Replica:
     num_waiting_tokens: int = 0  # their sum
     num_requests: int = 0  # unfinished
     recent: float = 0.0  # tokens of recent work, weighted: the older the less
+    num_recent: float = 0.0  # recent requests, weighted likewise
 
 
 class ReplicaRouter:
@@ -54,10 +57,12 @@ class ReplicaRouter:
 
     prefix: the replica with the least cost, which is the prompt tokens that are not cached there,
     plus its load. A prefix is copied to another replica once serving it where it is has cost as
-    much. No replica gets more than `MAX_IMBALANCE` times the mean number of unfinished requests. A
+    much. No replica gets more than `MAX_IMBALANCE` times the mean number of unfinished requests.
+    Under load, none gets many more than the mean of recent requests either, sessions apart. A
     request is expected to publish its prompt on its replica, so others with the same prefix follow
     at once. least-loaded: the fewest unfinished requests. round-robin: each in turn. Requests of a
-    session stay on their replica while these rules allow it, except with round-robin.
+    session stay on their replica while the bound on unfinished ones allows it, except with
+    round-robin.
 
     A choice never changes a request's tokens.
     """
@@ -80,7 +85,9 @@ class ReplicaRouter:
         bit = next(1 << i for i in range(len(used) + 1) if 1 << i not in used)
         added = _Replica(bit, info.prefix_keys, info.num_kv_blocks)
         # It is as busy as the others have been of late, or it would get everything now.
-        added.recent = min((known.recent for known in self._replicas.values()), default=0.0)
+        others = self._replicas.values()
+        added.recent = min((known.recent for known in others), default=0.0)
+        added.num_recent = min((known.num_recent for known in others), default=0.0)
         self._replicas[replica] = added
 
     def remove(self, replica: int) -> None:
@@ -151,10 +158,12 @@ class ReplicaRouter:
         if request.adapter is not None:
             self._keep(replica, [_adapter_key(request)])
         replica.recent += self._weight * (num_new_tokens + OUTPUT_TOKENS)
+        replica.num_recent += self._weight
         self._weight *= 1 + 1 / (RECENT_PER_REPLICA * len(self._replicas))
         if self._weight > MAX_WEIGHT:
             for known in self._replicas.values():
                 known.recent /= self._weight
+                known.num_recent /= self._weight
             self._weight = 1.0
 
     # -- the choice
@@ -186,7 +195,7 @@ class ReplicaRouter:
                 - hits.get(candidate, 0)
             )
 
-        return min(candidates, key=cost)
+        return min(self._not_overused(candidates), key=cost)
 
     def _load(self, candidate: int) -> tuple[int, int, float]:
         replica = self._replicas[candidate]
@@ -197,6 +206,18 @@ class ReplicaRouter:
         total = sum(self._replicas[i].num_requests for i in candidates) + 1
         bound = max(math.ceil(MAX_IMBALANCE * total / len(candidates)), ALWAYS_ALLOWED)
         return [i for i in candidates if self._replicas[i].num_requests < bound]
+
+    def _not_overused(self, candidates: list[int]) -> list[int]:
+        """The candidates that have not had many more requests of late than the mean.
+
+        All of them while there are fewer unfinished requests than replicas: nobody waits then.
+        """
+        replicas = [self._replicas[i] for i in candidates]
+        if sum(replica.num_requests for replica in replicas) < len(replicas):
+            return candidates
+        recent = sum(replica.num_recent for replica in replicas) / len(replicas)
+        most = MAX_RECENT * recent + RECENT_SLACK * self._weight
+        return [i for i in candidates if self._replicas[i].num_recent <= most]
 
     # -- the index
 

@@ -134,6 +134,30 @@ def test_a_popular_prefix_is_copied_once_its_requests_cost_more_than_the_copy():
     assert max(chosen.values()) <= 1.3 * 100
 
 
+def keep_busy(router, num_replicas):
+    """One unfinished request for each replica."""
+    for replica in range(num_replicas):
+        router.choose(
+            make_request(f"busy {replica}", prompt_of(1000 + replica, 64)), None, [replica]
+        )
+
+
+def test_under_load_no_replica_has_many_more_requests_of_late_than_the_mean():
+    """However much of their prompts it has cached."""
+    router = make_router(4)
+    traffic = Traffic(router, range(4))
+    keep_busy(router, 4)
+    chosen = Counter(traffic.send([*prompt_of(0, 20_000), i]) for i in range(60))
+    assert max(chosen.values()) <= routing.MAX_RECENT * 15 + routing.RECENT_SLACK + 1
+
+
+def test_a_session_stays_under_load_while_its_replica_has_few_unfinished_requests():
+    router = make_router(4)
+    traffic = Traffic(router, range(4))
+    keep_busy(router, 4)
+    assert len({traffic.send(prompt_of(i, 64), "s") for i in range(60)}) == 1
+
+
 def test_a_long_conversation_stays_while_nobody_else_is_there():
     traffic = Traffic(make_router(3), range(3))
     history, chosen = prompt_of(0), set()
