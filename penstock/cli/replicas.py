@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=f"{actions}.")
     parser.add_argument("replica", nargs="?", type=int, metavar="N", help="Index of a replica.")
     parser.add_argument(
-        "--base-url", metavar="URL", default="http://127.0.0.1:8000", help="URL of the server."
+        "--base-url",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="URL of the server. (default: http://127.0.0.1:8000)",
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help="One of the server's admin API keys (--admin-api-key)."
@@ -34,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         type=float,
         default=30.0,
-        help="Seconds for a replica's requests to end, before they continue on the others.",
+        help="Seconds for a replica's requests to end, before they continue on the others. "
+        "(default: 30)",
     )
     parser.add_argument(
         "--model", help="With rolling-restart: another version of the model, with its tokenizer."
