@@ -274,6 +274,8 @@ class Dispatch:
         """Find the requests that may have killed the engine, and release the others."""
         self._fail_calls(EngineDeadError(f"the engine died ({death.how}); try again later"))
         self._owner.on_death(self.index)
+        for observer in self._ledger.observers:
+            observer.on_death(self.index)
         had_progress, self._had_progress, self.stats = self._had_progress, False, None
         running, self.running = self.running, {}
         records = [self._ledger.records[request_id] for request_id in running]

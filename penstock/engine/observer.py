@@ -65,6 +65,9 @@ class Observer:
     def on_ready(self, replica: int, info: EngineInfo) -> None:
         """An engine has loaded its model: the first one or a restarted one."""
 
+    def on_death(self, replica: int) -> None:
+        """An engine has died. `on_restart` or `on_gone` follows."""
+
     def on_restart(self, replica: int) -> None:
         """An engine replaced one that died."""
 

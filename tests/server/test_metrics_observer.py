@@ -192,6 +192,23 @@ def test_the_throughput_log_is_silent_without_work(caplog: pytest.LogCaptureFixt
     assert len(timers) == 1
 
 
+def test_the_throughput_log_leaves_out_an_engine_that_died(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    timers: list[Callable[[], None]] = []
+    log = ThroughputLog(lambda: now, lambda delay_s, work: timers.append(work))
+    with caplog.at_level(logging.INFO, "penstock.server.operations.throughput"):
+        log.on_submit(record())
+        log.on_stats(0, stats(num_running=2))
+        log.on_stats(1, stats(num_running=3))
+        log.on_death(1)  # its requests are on the other engine
+        log.on_stats(0, stats(num_running=5))
+        now = 5.0
+        timers.pop()()
+    assert "; 5 running, 0 waiting; " in caplog.text
+
+
 def test_the_throughput_log_counts_what_is_pooled(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     timers: list[Callable[[], None]] = []

@@ -44,6 +44,9 @@ class ThroughputLog(Observer):
     def on_ready(self, replica: int, info: EngineInfo) -> None:
         self._forget(replica)
 
+    def on_death(self, replica: int) -> None:
+        self._forget(replica)  # its requests run elsewhere now, or wait
+
     def on_gone(self, replica: int) -> None:
         self._forget(replica)
 
