@@ -48,14 +48,15 @@ def test_its_verifier_runs_with_its_drafts(tiny_llama: str, drafter: str) -> Non
     assert (settings.method, settings.model) == ("eagle3", drafter)
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_engine_in_another_process_and_two_ranks_do_so_too(
-    tiny_llama: str, drafter: str
+    tiny_llama: str, drafter: str, size: int
 ) -> None:
     with open_llm(tiny_llama) as llm:
         expected = greedy_tokens(llm, PROMPTS[:1])
 
     async def run() -> list[int]:
-        llm = AsyncLLM(drafter, **OPTIONS, tensor_parallel_size=2)
+        llm = AsyncLLM(drafter, **OPTIONS, tensor_parallel_size=size)
         await llm.start()
         try:
             params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
