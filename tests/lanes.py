@@ -28,6 +28,7 @@ INTERPRETED = TESTS / "ops" / "gpu"  # kernels in Triton's interpreter, where th
 NOTHING: dict[str, Any] = {}
 LONG_FILES = (  # the longest first
     "server/test_recovery.py",
+    "server/test_recovery_processes.py",
     "server/test_schema.py",
     "server/test_processes.py",
     "server/test_ray.py",
