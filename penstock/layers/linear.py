@@ -73,6 +73,15 @@ class Linear(MatrixLayer):
         output = self._product(x) if self.adapter is None else self.adapter(x, self._product)
         return self.build.tp.all_reduce(output) if self.split_input else output
 
+    def last_parts(self, x: torch.Tensor, *names: str) -> torch.Tensor:
+        """Like `forward`, with the outputs of the last parts only."""
+        count = sum(self.part_rows[name] for name in names)
+        output = None
+        if self.adapter is None and not self.split_input:
+            bias = None if self.bias is None else self.bias[-count:]
+            output = self.method.apply_last(self, names, x, bias)
+        return self(x)[:, -count:] if output is None else output
+
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.own_bias)
 

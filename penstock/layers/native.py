@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +71,11 @@ class NativeMethod(LinearMethod):
             return layer.native.linear(x, bias)
         output = layer.native.linear(x.reshape(-1, x.shape[-1]), bias)  # of images, say
         return output.reshape(*x.shape[:-1], output.shape[-1])
+
+    def apply_last(
+        self, layer: MatrixLayer, parts: Sequence[str], x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return PackedLinear([layer.native.parts[name] for name in parts])(x, bias)
 
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         (matrix,) = layer.native.parts.values()

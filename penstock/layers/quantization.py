@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,12 @@ class LinearMethod:
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in] -> [n, out]."""
         raise NotImplementedError
+
+    def apply_last(
+        self, layer: MatrixLayer, parts: Sequence[str], x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`apply` for the last parts only. None: not without the others."""
+        return None
 
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n] of a matrix with one part -> [n, in]."""

@@ -98,21 +98,22 @@ class RotaryAttention(nn.Module):
 
     def write(self, x: torch.Tensor, angles: Angles) -> None:
         """Cache keys and values of rows whose output nobody needs."""
-        qkv = self.qkv_proj(x)
         if self.fused is not None:
-            self._write_fused(qkv, angles)
-        else:
-            self.attention.write(*self._heads(qkv, angles)[1:])
+            self._write_fused(self.qkv_proj(x), angles)
+            return
+        both = self.qkv_proj.last_parts(x, "k_proj", "v_proj")
+        self.attention.write(*self._heads(both, angles, num_heads=0)[1:])
 
     def _heads(
-        self, qkv: torch.Tensor, angles: Angles
+        self, qkv: torch.Tensor, angles: Angles, num_heads: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value: [n, heads, head_dim] each."""
-        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        """Query, key and value: [n, heads, head_dim] each. `num_heads`: of the queries."""
+        num_heads = self.num_heads if num_heads is None else num_heads
+        counts = [num_heads, self.num_kv_heads, self.num_kv_heads]
         heads = qkv.reshape(-1, sum(counts), self.head_dim)
         query, key, value = torch.split(heads, counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self.q_norm(query) if num_heads else query, self.k_norm(key)
         if self.rotary is not None:
             query, key = self.rotary(query, key, angles)
         return query, key, value
