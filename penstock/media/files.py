@@ -1,12 +1,14 @@
 """Files of processed media. They are removed with their last reference.
 
-They are in shared memory while it has room, else in the folder for temporary files.
+They are in shared memory while it has room, else in the folder for temporary files. A lock shows
+that their owner lives. Containers may share the folders, but do not see each other's processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108: named by this process, mode 0600
 PREFIX = "penstock-media-"
+LOCK = "lock-"  # after the prefix
 FREE_SHARE = 4  # a quarter of the shared memory is left to others and to requests
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -50,10 +53,12 @@ class MediaFolder:
         self._names = itertools.count()
         self._first = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         self._roots = _roots()
-        for path in (path for root in self._roots for path in root.glob(f"{PREFIX}*")):
-            pid = path.name.removeprefix(PREFIX).partition("-")[0]
-            if pid.isdigit() and not _is_alive(int(pid)):
-                _remove(path)
+        for root in self._roots:
+            _remove_left(root)
+            lock = root / f"{PREFIX}{LOCK}{self._first.removeprefix(PREFIX)}"
+            file = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            weakref.finalize(self, _unlock, lock, file)
 
     def new(self) -> MediaFile:
         name = f"{self._first}-{next(self._names)}"
@@ -92,17 +97,25 @@ def _roots() -> list[Path]:
     return roots
 
 
+def _remove_left(root: Path) -> None:
+    """Remove the files of owners that were killed: nobody holds their locks."""
+    for lock in root.glob(f"{PREFIX}{LOCK}*"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            file = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                owner = lock.name.removeprefix(PREFIX + LOCK)
+                _remove(*root.glob(f"{PREFIX}{owner}-*"), lock)
+            finally:
+                os.close(file)
+
+
 def _remove(*paths: Path) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _unlock(lock: Path, file: int) -> None:
+    _remove(lock)
+    os.close(file)
