@@ -68,7 +68,9 @@ class MediaFolder:
         return MediaFile(places)
 
     def is_short_of_room(self) -> bool:
-        """Whether the place that files go to first is nearly full."""
+        """Whether files go to shared memory, and that is nearly full."""
+        if self._roots[0] != SHARED_MEMORY:
+            return False
         found = os.statvfs(self._roots[0])
         return found.f_bavail * FREE_SHARE < found.f_blocks
 

@@ -33,10 +33,8 @@ from penstock.protocol.media import MediaTensor
 ENTRY = "penstock.media.worker:make_worker"
 ALIGNMENT = 64  # bytes, of tensors in a file
 MAX_FACT = 64  # integers; a larger tensor goes to the file
-MODEL_KWARGS = (
-    "crop_size",
-    "image_grid_pinpoints",
-)  # arguments that must be those of the model's config
+# Arguments that must be those of the model's files.
+MODEL_KWARGS = ("crop_size", "image_grid_pinpoints")
 
 
 def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
@@ -204,7 +202,8 @@ def model_form(processor: Any) -> tuple[int, ...] | None:
 
 
 def _form(pixels: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    return pixels.shape[-2:] if pixels.ndim > 2 else pixels.shape[-1:]
+    shape: tuple[int, ...] = pixels.shape
+    return shape[-2:] if len(shape) > 2 else shape[-1:]
 
 
 def process_video(processor: Any, request: ProcessMedia) -> tuple[Mapping[str, Any], str]:
