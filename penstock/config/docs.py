@@ -125,7 +125,7 @@ def render_vllm_routes() -> str:
 
 def render_vllm_modules() -> str:
     """The table of vLLM's modules that are not modules here."""
-    rows = [f"| `penstock.{name}` | {text} |" for name, text in MODULES.items()]
+    rows = [f"| `vllm.{name}` | {text} |" for name, text in MODULES.items()]
     return "\n".join(["| module | |", "|---|---|", *rows]) + "\n"
 
 
