@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.config.vllm_names import refuse_arguments, refuse_method
+from penstock.config.vllm_methods import refuse_arguments, refuse_method
 from penstock.engine.arg_utils import EngineArgs
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.ledger import DeltaStream

@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from penstock.config import EngineConfig
-from penstock.config.vllm_names import refuse_arguments
+from penstock.config.vllm_methods import refuse_arguments
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap

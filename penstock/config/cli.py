@@ -147,7 +147,11 @@ def read_config_file(path: Path, extra: Iterable[Option] = ()) -> dict[str, Any]
                 refuse_unknown_option(str(key), declared)
             if name in options:
                 raise ConfigError(f"{name} is given twice, once as {key!r}")
-            options[name] = coerce(declared[name], value)
+            item = declared[name]
+            is_count = item.type is int and not item.is_list and not name.endswith("_bytes")
+            if is_count and isinstance(value, str):
+                value = _parse_count(name, value)
+            options[name] = coerce(item, value)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return options
@@ -321,8 +325,10 @@ def _add_flag(
         "default": argparse.SUPPRESS,  # absent from the namespace unless given
         "help": text.replace("%", "%%"),
     }
+    short = [flag for flag, name in SHORT_FLAGS.items() if name == declared.name]
     if declared.type is bool:
-        group.add_argument(declared.flag, action=argparse.BooleanOptionalAction, **settings)
+        action = argparse.BooleanOptionalAction
+        group.add_argument(declared.flag, *short, action=action, **settings)
         return
     if declared.choices:
         settings["choices"] = declared.choices
@@ -337,7 +343,6 @@ def _add_flag(
             settings["nargs"] = "+"
         else:
             settings["help"] += " Can be given several times."
-    short = [flag for flag, name in SHORT_FLAGS.items() if name == declared.name]
     group.add_argument(declared.flag, *short, **settings)
 
 
@@ -383,7 +388,12 @@ def _parse_items(declared: Option, text: str) -> list[Any]:
 
 
 def _parse_count(name: str, text: str) -> int:
-    """``"4096"``, ``"8k"`` (8000), ``"1.5m"`` (1,500,000) or ``"8K"`` (8192) as a number."""
+    """``"4096"``, ``"8k"`` (8000), ``"1.5m"`` (1,500,000) or ``"8K"`` (8192) as a number.
+
+    ``"auto"`` of max_model_len is -1.
+    """
+    if (name, text) == ("max_model_len", "auto"):
+        return -1
     powers = {"k": 1, "m": 2, "g": 3, "t": 4}
     unit = text[-1:]
     if unit.lower() not in powers:

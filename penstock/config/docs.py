@@ -19,7 +19,8 @@ from penstock.config.ray_serve import RayServeConfig
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
 from penstock.config.speculative import SpeculativeSettings
-from penstock.config.vllm_names import METHODS, NOT_NEEDED, NOT_SUPPORTED, ForeignOption
+from penstock.config.vllm_methods import METHODS
+from penstock.config.vllm_names import NOT_NEEDED, NOT_SUPPORTED, ForeignOption
 from penstock.config.vllm_routes import ROUTES
 from penstock.protocol import vllm_fields
 from penstock.protocol.vllm_fields import ForeignField

@@ -58,7 +58,8 @@ class ModelConfig:
     )
     max_model_len: int | None = option(
         None,
-        "Maximum tokens per request (prompt + output); default: the model's context length.",
+        "Maximum tokens per request (prompt + output); default, and -1 or auto as in vLLM: the "
+        "model's context length, or less if the KV cache holds less.",
     )
     seed: int = option(
         0,
@@ -107,6 +108,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a folder, a .gguf file, a hub id or pypi:…, got ''")
+        if self.max_model_len == -1:
+            object.__setattr__(self, "max_model_len", None)
         require(self, "max_model_len", least=2)
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be from -2**63 to 2**63 - 1, got {self.seed}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,9 @@ NOT_NEEDED = {
         "enable_eplb places experts by their load", ("linear", "round_robin")
     ),
     "distributed_timeout_seconds": ForeignOption("ranks that die or hang are found in any case"),
+    "cpu_distributed_timeout_seconds": ForeignOption(
+        "ranks that die or hang are found in any case"
+    ),
     "disable_nccl_for_dp_synchronization": _switch("replicas do not synchronize over NCCL"),
     "skip_mm_profiling": _switch("encoder_cache_tokens bounds the memory of media"),
     "mm_processor_cache_type": ForeignOption("processed media are in shared memory", ("lru",)),
@@ -131,6 +134,8 @@ NOT_SUPPORTED = {
     "kv_offloading_backend": ForeignOption("raise kv_cache_memory_bytes", ("native",)),
     "kv_transfer_config": ForeignOption("prefill and decode run in one engine"),
     "ec_transfer_config": ForeignOption("encoders run in the engine"),
+    "ec_manager_config": ForeignOption("encoders run in the engine"),
+    "diffusion_config": ForeignOption("models that diffuse text are not supported"),
     "weight_transfer_config": ForeignOption("restart with the new weights"),
     "kv_cache_dtype_skip_layers": ForeignOption("kv_cache_dtype holds for all layers"),
     "kv_sharing_fast_prefill": _switch("leave it out"),
@@ -218,54 +223,6 @@ NOT_SUPPORTED = {
     "max_prompt_adapters": ForeignOption("train a LoRA adapter"),
     "allow_deprecated_quantization": _switch("quantize with penstock quantize"),
     "fault_tolerance_config": ForeignOption("engines that die are restarted in any case"),
-}
-
-# Methods of `LLM` and `AsyncLLM` that Penstock does not have, with what to do instead.
-METHODS = {
-    "llm_engine": "use config, engine and get_tokenizer()",
-    "sleep": "close it and make another: a start takes seconds",
-    "wake_up": "close it and make another: a start takes seconds",
-    "is_sleeping": "there is no sleep mode",
-    "reset_mm_cache": "processed images are kept by their content, and cannot be stale",
-    "reset_encoder_cache": "encoded images are kept by their content, and cannot be stale",
-    "enqueue_chat": "use chat, or get_tokenizer().apply_chat_template and enqueue",
-    "errored": "use is_running, or check_health()",
-    "dead_error": "use check_health(), which raises it",
-    "is_stopped": "use is_running",
-    "is_paused": "there is no pause: stop sending requests",
-    "pin_lora": "raise max_loras, or max_cpu_loras to keep more adapters in memory",
-    "update_weight_version": "close it and make another with the new weights",
-    "weight_info": "close it and make another with the new weights",
-    "init_weight_transfer_engine": "close it and make another with the new weights",
-    "start_weight_update": "close it and make another with the new weights",
-    "update_weights": "close it and make another with the new weights",
-    "finish_weight_update": "close it and make another with the new weights",
-    "pause_generation": "stop sending requests",
-    "resume_generation": "send requests again",
-    "remove_lora": "adapters that are not used make room for others",
-    "list_loras": "any number of adapters can be named in requests",
-    "scale_elastic_ep": "use penstock serve and penstock replicas",
-    "do_log_stats": "penstock serve logs throughput",
-    "model_config": "use config.model",
-    "get_model_config": "use config.model",
-    "vllm_config": "use config",
-    "get_vllm_config": "use config",
-    "set_tokenizer": "set the option tokenizer",
-    "renderer": "use chat, or get_tokenizer().apply_chat_template",
-    "preprocess_chat": "use chat, or get_tokenizer().apply_chat_template",
-    "input_processor": "give prompts to generate: it processes them",
-    "output_processor": "generate returns outputs",
-    "engine_core": "use engine",
-    "supported_tasks": "use config.pooling: the model's architecture decides",
-    "get_supported_tasks": "use config.pooling: the model's architecture decides",
-    "default_sampling_params": "use get_default_sampling_params()",
-    "rerank": "use score",
-    "add_logger": "penstock serve logs throughput, and /metrics has what it counts",
-    "start_background_loop": "the first request starts the engine",
-    "wait_for_requests_to_drain": "wait for the generators of the requests",
-    "is_tracing_enabled": "only penstock serve writes traces",
-    "collective_rpc": "the engine is another process, and no code is sent to it: use LLM",
-    "apply_model": "the engine is another process, and no code is sent to it: use LLM",
 }
 
 # Keys of vLLM's options that are objects, where the option is one here, too.
@@ -362,19 +319,29 @@ BENCH_BACKENDS = {
     "sglang": "use openai: SGLang has /v1/completions, too",
 }
 
-# Arguments of methods that are accepted with these values only.
-ARGUMENTS = {
-    "chat_template": ForeignOption(
-        "set score_template in pooler_config, a text with {query} and {document}"
-    ),
-    "chat_template_content_format": ForeignOption("set it for the engine", ("auto",)),
-    "reset_running_requests": ForeignOption("abort the requests to free their blocks"),
-}
-
 SHORT_FLAGS = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
+    "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank",
+    "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
+    "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb",
+    "-dpm": "data_parallel_multi_port_external_lb",
+    "-pcp": "prefill_context_parallel_size",
+    "-dcp": "decode_context_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-n": "nnodes",
+    "-r": "node_rank",
+    "-asc": "api_server_count",
+    "-sc": "speculative_config",
+    "-cc": "compilation_config",
+    "-ac": "attention_config",
+    "-dc": "diffusion_config",
     "-q": "quantization",
     "-O": "optimization_level",
 }
@@ -421,20 +388,6 @@ def find_foreign(name: str) -> ForeignOption | None:
     """vLLM's option of this name or flag, if it is none here."""
     key = _key(name)
     return NOT_NEEDED.get(key) or NOT_SUPPORTED.get(key)
-
-
-def refuse_method(owner: str, name: str) -> NoReturn:
-    """Raise the AttributeError for a method, with what to do instead if vLLM has it."""
-    hint = f": {METHODS[name]}" if name in METHODS else ""
-    raise AttributeError(f"{owner} has no {name!r}{hint}")
-
-
-def refuse_arguments(**given: object) -> None:
-    """Raise `InputError` for arguments of a method that ask for something, with what to do."""
-    for name, value in given.items():
-        if value and value not in ARGUMENTS[name].neutral:
-            text = ARGUMENTS[name].text
-            raise InputError(f"{name}={value!r:.80} is not supported here: {text}", name)
 
 
 def _key(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from penstock.config import EngineConfig
-from penstock.config.vllm_names import refuse_arguments, refuse_method
+from penstock.config.vllm_methods import refuse_arguments, refuse_method
 from penstock.engine.core import EngineCore
 from penstock.engine.offline_metrics import Metric, OfflineMetrics
 from penstock.executor.in_process import InProcessExecutor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import msgspec
 from tqdm import tqdm
 
-from penstock.config.vllm_names import refuse_arguments
+from penstock.config.vllm_methods import refuse_arguments
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
 from penstock.engine.lora_requests import LoRARequestOrList, LoRARequests, with_adapter

@@ -18,7 +18,7 @@ from penstock.config.cli import (
     sampling_options_from_args,
     serve_options_from_args,
 )
-from penstock.config.engine import all_options
+from penstock.config.engine import EngineConfig, all_options
 from penstock.config.sampling import sampling_options
 from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.sampling import SamplingParams
@@ -143,7 +143,10 @@ def test_an_empty_file_gives_nothing(yaml_file: Path) -> None:
     [
         ("max-modle-len: 5", "unknown option 'max-modle-len'; did you mean 'max_model_len'?"),
         ("temperature: 0.5", "unknown option 'temperature'"),
-        ("max-model-len: long", "max_model_len must be int, got 'long'"),
+        (
+            "max-model-len: long",
+            "max_model_len must be a whole number such as 4096, 8k or 8K, got 'long'",
+        ),
         ("max-model-len: 5\nmax_model_len: 6", "max_model_len is given twice"),
         ("block_size:", "block_size must be int, got None"),
         ("- block_size", "must map option names to values"),
@@ -226,6 +229,21 @@ def test_every_sampling_parameter_is_described_by_its_docstring() -> None:
 )
 def test_counts_may_have_units(text: str, value: int) -> None:
     assert engine_options("--max-model-len", text) == {"max_model_len": value}
+
+
+def test_counts_may_have_units_in_the_file_too(yaml_file: Path) -> None:
+    yaml_file.write_text("max-model-len: 8k\nmax-num-seqs: 12\n")
+    options = engine_options("--config", str(yaml_file))
+    assert options == {"max_model_len": 8000, "max_num_seqs": 12}
+    yaml_file.write_text("max-num-seqs: many\n")
+    with pytest.raises(ConfigError, match="a whole number such as 4096, 8k or 8K, got 'many'"):
+        engine_options("--config", str(yaml_file))
+
+
+@pytest.mark.parametrize("text", ["auto", "-1"])
+def test_the_length_that_fits_is_the_default(text: str) -> None:
+    options = engine_options("--max-model-len", text)
+    assert EngineConfig.from_options(options).model.max_model_len is None
 
 
 def test_lists_may_be_json() -> None:

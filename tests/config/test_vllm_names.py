@@ -92,6 +92,8 @@ def test_a_file_may_hold_vllms_options(tmp_path: Path, capsys: pytest.CaptureFix
         (["--swap-space", "4", "--enable-sleep-mode"], "--enable-sleep-mode is not supported"),
         (["--compilation-config.level", "3", "--grpc"], "--grpc is not supported: use HTTP"),
         (["--no-trust-remote-code", "-O3", "-tp", "0"], "tensor_parallel_size must be at least 1"),
+        (["-cc", "{}", "-ep", "-asc", "0"], "api_server_count must be from 1 to 64"),
+        (["-dpl", "4", "-sc", "{}"], "--data-parallel-size-local is not supported: use data_par"),
     ],
 )
 def test_flags_are_answered_from_the_table(
