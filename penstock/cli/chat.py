@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Send an image or a video, a file or a URL, with the first message. Repeatable.",
     )
-    parser.add_argument("--quick", metavar="TEXT", help="Answer one message and leave.")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="Answer one message and leave.")
     parser.add_argument(
         "--plain", action="store_true", help="Do not render Markdown (penstock[chat])."
     )

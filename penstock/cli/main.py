@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import penstock
+from penstock.cli.help import Help
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
 
 
@@ -106,6 +107,10 @@ class Parser(argparse.ArgumentParser):
     """Reports an error in one line. argparse would print all flags."""
 
     module: str | None = None  # of a command whose arguments are not added yet
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, add_help=False)
+        self.add_argument("-h", "--help", action=Help)
 
     def load(self) -> None:
         """Import the command and add its arguments."""

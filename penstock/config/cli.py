@@ -325,7 +325,9 @@ def _add_flag(
         "default": argparse.SUPPRESS,  # absent from the namespace unless given
         "help": text.replace("%", "%%"),
     }
+    taken = group._option_string_actions  # by the command, as -q of chat
     short = [flag for flag, name in SHORT_FLAGS.items() if name == declared.name]
+    short = [flag for flag in short if flag not in taken]
     if declared.type is bool:
         action = argparse.BooleanOptionalAction
         group.add_argument(declared.flag, *short, action=action, **settings)

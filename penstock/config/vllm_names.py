@@ -287,7 +287,18 @@ KEYS = {
 
 # Flags of `vllm bench` that penstock bench does not have.
 _ARRIVALS = ForeignOption("set the arrivals with --request-rate and --ramp-up-strategy")
+_IN_PROCESS = ForeignOption("use bench serve: this command runs its own prompts in this process")
 BENCH_FLAGS = {
+    "backend": ForeignOption("leave it out: this command runs Penstock's engine in this process"),
+    "async_engine": ForeignOption("use bench serve"),
+    "dataset": _IN_PROCESS,
+    "dataset_name": _IN_PROCESS,
+    "dataset_path": _IN_PROCESS,
+    "random_input_len": ForeignOption("use --input-len"),
+    "random_output_len": ForeignOption("use --output-len"),
+    "random_range_ratio": ForeignOption("use --workload"),
+    "random_prefix_len": _IN_PROCESS,
+    "disable_detokenize": ForeignOption("use --skip-tokenizer-init"),
     "self_timed": _ARRIVALS,
     "probe_request_rate": ForeignOption("run a second bench serve with that rate"),
     "use_beam_search": ForeignOption("use --extra-body '{\"use_beam_search\": true}'"),

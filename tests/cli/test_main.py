@@ -39,6 +39,7 @@ from penstock.protocol.errors import (
         (["serve", "--served-model-name", "a", "b", "c"], "of --served-model-name may be one"),
         (["bench", "latency", "--num-iters", "0"], "must be at least 1, got 0"),
         (["bench", "latency", "--workload", "thrr"], "invalid choice: 'thrr'"),
+        (["bench", "throughput", "--dataset-name", "random"], "name random; use bench serve: this"),
     ],
 )
 def test_usage_errors_are_one_line_and_code_2(
@@ -184,6 +185,31 @@ def test_streams_that_the_caller_closed_are_opened_again() -> None:
     )
     closing = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
     assert subprocess.run(closing).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "missing"),
+    [
+        ("max-num-seqs", {"--max-num-seqs"}, "--port"),
+        ("max_model", {"--max-model-len"}, "--max-num-seqs"),
+        ("SchedulerConfig", {"--max-num-seqs", "--scheduling-policy"}, "--port"),
+        ("unheard-of", {"--max-num-seqs", "--port"}, "unheard"),
+    ],
+)
+def test_help_may_be_about_one_flag_or_section(
+    name: str, expected: set[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", f"--help={name}"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert expected <= set(shown.split())
+    assert missing not in shown
+
+
+def test_q_is_quick_in_a_chat_and_the_quantization_elsewhere() -> None:
+    assert build_parser().parse_args(["chat", "-q", "hi"]).quick == "hi"
+    assert build_parser().parse_args(["serve", "-q", "fp8"]).quantization == "fp8"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, num_iters: int, warmup
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--json",
+        "--output-json",
         metavar="FILE",
         help="Also write the report as JSON. With -, JSON goes to standard output and the table to "
         "standard error.",
