@@ -22,8 +22,19 @@ def steps(first: float, last: float) -> tuple[float, ...]:
         power += 1
 
 
-SECONDS = steps(0.001, 2000)
-TOKEN_SECONDS = steps(0.001, 50)  # between tokens
+# vLLM's bounds, which panels and alerts on targets select, and below them finer ones.
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TOKEN_SECONDS = (  # between tokens
+    0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+SECONDS = (
+    *steps(0.001, 0.2), 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
 TOKENS = steps(1, 200_000)
 COUNT = steps(1, 200)
 
@@ -168,7 +179,7 @@ OF_REQUESTS = (
         "time_to_first_token_seconds",
         "histogram",
         "Time to first token (TTFT), from submission to the engine.",
-        SECONDS,
+        FIRST_TOKEN_SECONDS,
     ),
     Declared(
         "inter_token_latency_seconds",

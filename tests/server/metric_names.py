@@ -54,6 +54,29 @@ HISTOGRAMS = [
     "kv_block_idle_before_evict_seconds",
     "kv_block_reuse_gap_seconds",
 ]
+# Bounds of buckets that dashboards select by `le`.
+FIRST_TOKEN_BOUNDS = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+]  # fmt: skip
+TOKEN_BOUNDS = [
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+]  # fmt: skip
+REQUEST_BOUNDS = [
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+]  # fmt: skip
+BOUNDS = {
+    "time_to_first_token_seconds": FIRST_TOKEN_BOUNDS,
+    "inter_token_latency_seconds": TOKEN_BOUNDS,
+    "request_time_per_output_token_seconds": TOKEN_BOUNDS,
+    "e2e_request_latency_seconds": REQUEST_BOUNDS,
+    "request_queue_time_seconds": REQUEST_BOUNDS,
+    "request_inference_time_seconds": REQUEST_BOUNDS,
+    "request_prefill_time_seconds": REQUEST_BOUNDS,
+    "request_decode_time_seconds": REQUEST_BOUNDS,
+}
 LABELS = {  # besides model_name and engine
     "num_requests_waiting_by_reason": {"reason"},
     "cache_config_info": {"block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks"},

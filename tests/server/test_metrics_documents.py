@@ -36,6 +36,7 @@ def test_every_metric_of_vllm_that_applies_is_there() -> None:
             if name not in metric_names.WITHOUT_ENGINE:
                 wanted.add("engine")
             assert wanted <= set(declared[name].labels), name
+            assert set(metric_names.BOUNDS.get(name, ())) <= set(declared[name].buckets), name
 
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
