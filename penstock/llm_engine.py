@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.engine.arg_utils import EngineArgs
@@ -14,7 +14,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import SamplingParams
 from penstock.text.frontend import PreparedRequest
-from penstock.text.prompts import Prompt
+from penstock.text.prompts import Prompt, TokenizationKwargs, read_options
 
 
 class LLMEngine(LLM):
@@ -34,15 +34,22 @@ class LLMEngine(LLM):
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        *,
+        arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
+        tokenization_kwargs: TokenizationKwargs = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a request. Its outputs have this id, and hold what `output_kind` says."""
+        """Queue a request. Its outputs have this id, and hold what `output_kind` says.
+
+        `tokenization_kwargs` may contain `add_special_tokens`. `arrival_time` and `trace_headers`
+        are not needed: requests arrive now, and only the server writes traces.
+        """
         if request_id in self._requests:
             raise InputError(f"request_id {request_id!r} is running already", "request_id")
         adapters = self._adapters_of(lora_request, 1)
-        prepared = self._prepare(prompt, params, priority=priority, keep_kind=True)
+        options = read_options(tokenization_kwargs, None)
+        prepared = self._prepare(prompt, params, options, priority=priority, keep_kind=True)
         (request,) = with_adapters([prepared], adapters)
         self._submit([request])
         self._requests[request_id] = request

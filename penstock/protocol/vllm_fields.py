@@ -38,6 +38,7 @@ NOT_NEEDED = {
     "stream_interval": ForeignField("each step's tokens are streamed"),
     "routed_experts_prompt_start": ForeignField("the experts of the whole prompt are returned"),
     "is_3d_lora_weight": ForeignField("the layout is read from the file"),
+    "skip_clone": ForeignField("parameters are copied where they are changed"),
     "early_stopping": ForeignField("beam search stops when no better sequence is possible"),
 }
 

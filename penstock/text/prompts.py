@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.vllm_fields import NOT_SUPPORTED
@@ -12,7 +12,8 @@ from penstock.protocol.vllm_fields import NOT_SUPPORTED
 if TYPE_CHECKING:
     from penstock.media.content import MediaContent
 
-Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+# A text, its tokens, {"prompt": text} or {"prompt_token_ids": [...]}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
 MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", *MEDIA_KEYS)
 
@@ -56,9 +57,13 @@ def read_options(
     return PromptOptions(add_special_tokens, mm_processor_kwargs)
 
 
+def _is_tokens(prompt: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and type(prompt[0]) is int
+
+
 def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
     """A prompt's text or tokens, and its cache_salt."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or _is_tokens(prompt):
         return prompt, None
     if isinstance(prompt, Mapping):
         for name, value in prompt.items():
@@ -74,7 +79,8 @@ def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
         if isinstance(prompt.get("prompt"), str):
             return prompt["prompt"], prompt.get("cache_salt")
     raise InputError(
-        'a prompt must be a text, {"prompt": text} or {"prompt_token_ids": [...]}, '
+        'a prompt must be a text, a list of tokens, {"prompt": text} or {"prompt_token_ids": '
+        "[...]}, "
         f"got {prompt!r:.80}",
         "prompt",
     )
@@ -100,7 +106,8 @@ def with_priorities(
     prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None
 ) -> list[tuple[Prompt, int]]:
     """One prompt or several, each with its priority."""
-    several = isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping))
+    is_one = isinstance(prompts, (str, Mapping)) or _is_tokens(prompts)
+    several = isinstance(prompts, Iterable) and not is_one
     items: list[Any] = list(prompts) if several else [prompts]
     if priority is None:
         return [(item, 0) for item in items]

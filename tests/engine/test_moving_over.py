@@ -84,6 +84,11 @@ CALLS: dict[type, dict[str, str]] = {
         "get_tokenizer": "|",
         "get_default_sampling_params": "|",
     },
+    LLMEngine: {
+        "add_request": "request_id prompt params arrival_time lora_request tokenization_kwargs "
+        "trace_headers priority |",
+        "abort_request": "request_ids |",
+    },
     AsyncLLM: {
         "generate": "prompt sampling_params request_id | lora_request tokenization_kwargs "
         "trace_headers priority",
@@ -220,7 +225,11 @@ def test_prompts_may_be_typed_dictionaries(tiny_llama: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=3)
     with open_llm(tiny_llama) as llm:
         (output,) = llm.generate(TokensPrompt(prompt_token_ids=[4, 5, 6]), params, use_tqdm=False)
+        (same,) = llm.generate([4, 5, 6], params, use_tqdm=False)
+        several = llm.generate([[4, 5, 6], [7]], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3
+    assert same.outputs == several[0].outputs == output.outputs
+    assert several[1].prompt_token_ids == [7]
 
 
 def test_a_prompt_says_which_of_vllms_kinds_are_not_supported(tiny_llama: str) -> None:
