@@ -150,9 +150,10 @@ def leave_out_foreign_fields(given: Mapping[str, Any], owner: str) -> dict[str, 
     """
     kept = dict(given)
     for name, value in given.items():
+        if name not in NOT_NEEDED and name not in NOT_SUPPORTED:
+            continue
+        del kept[name]
         field = NOT_SUPPORTED.get(name)
-        if field or name in NOT_NEEDED:
-            del kept[name]
         if field is None or value is None or value in field.neutral:
             continue
         text = BY_OWNER.get(owner, {}).get(name, field.text)
@@ -167,7 +168,8 @@ class ParamsMeta(type(msgspec.Struct)):  # type: ignore[misc]
         try:
             return super().__call__(*args, **fields)
         except TypeError:  # perhaps an unknown keyword
-            unknown = {name: fields[name] for name in fields.keys() - {*cls.__struct_fields__}}
+            own = cls.__struct_fields__
+            unknown = {name: value for name, value in fields.items() if name not in own}
             left = leave_out_foreign_fields(unknown, cls.__name__)
             if len(left) == len(unknown):
                 raise
