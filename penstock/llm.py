@@ -38,6 +38,7 @@ from penstock.text.prompts import (
     Prompt,
     PromptOptions,
     TokenizationKwargs,
+    is_tokens,
     read_media,
     read_options,
     read_prompt,
@@ -286,8 +287,7 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         `output_kind` sets what each output holds. Leaving the loop early aborts the request.
         """
         (params,) = self._params_for(1, sampling_params)
-        adapters = self._adapters_of(lora_request, 1)
-        if isinstance(prompt, (str, Mapping)):
+        if isinstance(prompt, (str, Mapping)) or is_tokens(prompt):
             request = self._prepare(prompt, params, keep_kind=True)
         else:
             from penstock.conversation.media import take_media
@@ -295,7 +295,7 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
             messages, media = take_media(self.frontend, prompt)
             text = self.frontend.render_chat(messages)
             request = self._prepare(text, params, RENDERED, keep_kind=True, media=media)
-        (request,) = with_adapters([request], adapters)
+        (request,) = with_adapters([request], self._adapters_of(lora_request, 1))
         try:
             self._submit([request])
             while True:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.vllm_fields import NOT_SUPPORTED
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     from penstock.media.content import MediaContent
 
 # A text, its tokens, {"prompt": text} or {"prompt_token_ids": [...]}.
@@ -57,13 +59,14 @@ def read_options(
     return PromptOptions(add_special_tokens, mm_processor_kwargs)
 
 
-def _is_tokens(prompt: object) -> TypeGuard[Sequence[int]]:
+def is_tokens(prompt: object) -> TypeIs[Sequence[int]]:
+    """Whether it is a list of tokens, by its first."""
     return isinstance(prompt, (list, tuple)) and bool(prompt) and type(prompt[0]) is int
 
 
 def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
     """A prompt's text or tokens, and its cache_salt."""
-    if isinstance(prompt, str) or _is_tokens(prompt):
+    if isinstance(prompt, str) or is_tokens(prompt):
         return prompt, None
     if isinstance(prompt, Mapping):
         for name, value in prompt.items():
@@ -106,7 +109,7 @@ def with_priorities(
     prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None
 ) -> list[tuple[Prompt, int]]:
     """One prompt or several, each with its priority."""
-    is_one = isinstance(prompts, (str, Mapping)) or _is_tokens(prompts)
+    is_one = isinstance(prompts, (str, Mapping)) or is_tokens(prompts)
     several = isinstance(prompts, Iterable) and not is_one
     items: list[Any] = list(prompts) if several else [prompts]
     if priority is None:
