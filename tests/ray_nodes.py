@@ -73,6 +73,7 @@ def ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
         patch.setenv("RAY_raylet_start_wait_time_s", "120")
         patch.setattr("ray._private.node.time", PATIENT)
         patch.setenv("RAY_TMPDIR", folder)  # a user's cluster is noted below /tmp
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # a user may have a token of another cluster
         (Path(folder) / "ray").mkdir()
         head = {**node_options(), "_system_config": SETTINGS}
         cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -126,6 +126,7 @@ def port() -> Iterator[int]:
     (Path(folder) / "ray").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_raylet_start_wait_time_s", "120")
         patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
         options = {**node_options(), "num_cpus": 4}
