@@ -13,7 +13,7 @@ from penstock.runner.drafter import DraftStep
 from penstock.runner.drafters.chances import ALONE, OWN, DraftChances, kind_of
 from penstock.runner.drafters.host import (
     LONGEST_REST_IF_FEW_PAY,
-    PATIENCE,
+    PATIENCE_IF_FEW_PAY,
     Draft,
     HostDrafter,
 )
@@ -153,16 +153,16 @@ def test_nothing_is_searched_while_no_draft_can_pay() -> None:
 def test_a_request_is_searched_less_often_while_searches_are_in_vain() -> None:
     drafter = Script([5])
     run = Run(drafter)
-    num_steps = 20 * PATIENCE
+    num_steps = 160
     for _ in range(num_steps):
         run.step([3], least_chance=0.98)
-    assert drafter.num_searches < num_steps / 3
+    assert drafter.num_searches < num_steps / 5
     while not run.step([5], least_chance=0.0):
         pass
     before = drafter.num_searches
-    for _ in range(PATIENCE):
+    for _ in range(PATIENCE_IF_FEW_PAY):
         run.step([3], least_chance=0.98)
-    assert drafter.num_searches == before + PATIENCE
+    assert drafter.num_searches == before + PATIENCE_IF_FEW_PAY
 
 
 def test_the_chance_of_a_kind_is_the_share_of_its_recent_drafts_that_held() -> None:

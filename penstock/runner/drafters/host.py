@@ -22,7 +22,7 @@ OWN_WEIGHT = 8.0  # drafts after which a request's own acceptance counts as much
 OWN_DECAY = 0.9  # of a request's counts, per draft
 PATIENCE = 8  # searches in vain, after which a request is searched in every second step, then third
 LONGEST_REST = 3  # steps between two searches of a request
-LONGEST_REST_IF_FEW_PAY = 8
+PATIENCE_IF_FEW_PAY, LONGEST_REST_IF_FEW_PAY = 2, 8
 
 
 @dataclass
@@ -44,8 +44,10 @@ class _Request:
 
     def count_search(self, least: float) -> None:
         self.num_in_vain = 0 if self.proposed else self.num_in_vain + 1
-        longest = LONGEST_REST_IF_FEW_PAY if least > FEW_PAY else LONGEST_REST
-        self.num_resting = min(self.num_in_vain // PATIENCE, longest)
+        patience, longest = PATIENCE, LONGEST_REST
+        if least > FEW_PAY:
+            patience, longest = PATIENCE_IF_FEW_PAY, LONGEST_REST_IF_FEW_PAY
+        self.num_resting = min(self.num_in_vain // patience, longest)
 
 
 class HostDrafter(Drafter):
