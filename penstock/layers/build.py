@@ -22,9 +22,7 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
     tower_method: LinearMethod = field(default_factory=DenseMethod)  # of vision: never quantized
-    embeds_drafts: bool = (
-        False  # the last pipeline stage has the embedding, too: a drafter reads it
-    )
+    embeds_drafts: bool = False  # a drafter reads the embedding: the last stage has it, too
     generates: bool = True  # False: hidden states are pooled, without logits
     shards_towers: bool = False  # of vision: over tensor-parallel ranks, by heads
     takes_media: tuple[str, ...] = ()  # modalities that requests may have
