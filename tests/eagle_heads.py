@@ -38,9 +38,10 @@ def make_head(
         return 1 + 0.2 * torch.randn(size, generator=generator)
 
     inner = settings["intermediate_size"]
+    aux = changes.get("eagle_aux_hidden_state_layer_ids", AUX)
     chosen = torch.randperm(settings["vocab_size"], generator=generator)[:num_tokens].sort().values
     tensors = {
-        "fc.weight": rand(size, len(AUX) * size),
+        "fc.weight": rand(size, len(aux) * size),
         "midlayer.hidden_norm.weight": norm(),
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.post_attention_layernorm.weight": norm(),
@@ -57,7 +58,7 @@ def make_head(
         "t2d": torch.zeros(settings["vocab_size"], dtype=torch.bool).index_fill(0, chosen, True),
     }
     layer = {**settings, "num_hidden_layers": 1, "max_position_embeddings": 16}
-    own = {"draft_vocab_size": num_tokens, "eagle_aux_hidden_state_layer_ids": AUX, **changes}
+    own = {"draft_vocab_size": num_tokens, "eagle_aux_hidden_state_layer_ids": aux, **changes}
     stored = dict(tensors)
     if speculators:
         own = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **own}

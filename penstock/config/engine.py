@@ -381,13 +381,6 @@ class EngineConfig:
 
     def _check_stages(self) -> None:
         """Refuse what pipeline stages cannot do."""
-        settings = self.speculative.settings
-        if settings is not None and settings.method == "eagle3":
-            raise ConfigError(
-                "method eagle3 and pipeline_parallel_size > 1 cannot be combined, because the head "
-                "reads hidden states of earlier stages: use another method of speculative_config, "
-                "or tensor_parallel_size"
-            )
         if self.model.enable_return_routed_experts:
             raise ConfigError(
                 "enable_return_routed_experts and pipeline_parallel_size > 1 cannot be combined: "

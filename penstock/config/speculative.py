@@ -39,7 +39,8 @@ _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
 }
-READS_EMBEDDING = ("eagle", "mtp")  # methods by which a pipeline stage embeds what it drafts
+# Methods by which the last pipeline stage embeds what it drafts.
+READS_EMBEDDING = ("eagle", "eagle3", "mtp")
 # vLLM's methods that have another name here.
 _FOREIGN_METHODS: Mapping[str, str] = {
     "ngram_gpu": "ngram",

@@ -13,10 +13,12 @@ from penstock.protocol.step import StepFailure
 
 _FAILURES = list(StepFailure)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WORDS = 5  # of a header: failure, rows, columns, dtypes of x and residual
+_WORDS = 5  # of a header: failure, number of states, rows, columns, dtype
 _NONE = -1
 
-States = tuple[torch.Tensor, torch.Tensor | None]  # x and residual, [num_rows, hidden_size]
+# x, residual, and the aux states of earlier layers in the layers' order (`Hidden.aux`), all of one
+# type: [num_rows, hidden_size] each.
+States = tuple[torch.Tensor, ...]
 
 
 class EarlierStageFailed(Exception):
@@ -59,24 +61,21 @@ class StageLink:
             return None
         header = torch.empty(_WORDS, dtype=torch.int64)
         self._receive(header)
-        failure, num_rows, num_columns, *dtypes = header.tolist()
+        failure, num_states, num_rows, num_columns, dtype = header.tolist()
         if failure != _NONE:
             raise EarlierStageFailed(_FAILURES[failure])
-        states = []
-        for dtype in dtypes:
-            if dtype != _NONE:
-                shape = (num_rows, num_columns)
-                states.append(torch.empty(shape, dtype=_DTYPES[dtype], device=self._device))
-                self._receive(states[-1])
-        return states[0], states[1] if len(states) > 1 else None
+        shape = (num_states, num_rows, num_columns)
+        states = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device).unbind()
+        for each in states:
+            self._receive(each)
+        return states
 
-    def send(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def send(self, states: States) -> None:
         """Hand states on to the next stage. They must not be changed any more."""
         self._owes = False
-        states = [x] if residual is None else [x, residual]
-        dtypes = [_DTYPES.index(each.dtype) for each in states]
-        dtypes += [_NONE] * (2 - len(states))
-        self._send(torch.tensor([_NONE, *x.shape, *dtypes]))
+        x = states[0]
+        assert all((each.shape, each.dtype) == (x.shape, x.dtype) for each in states), "alike"
+        self._send(torch.tensor([_NONE, len(states), *x.shape, _DTYPES.index(x.dtype)]))
         for each in states:
             self._send(each.contiguous())
 

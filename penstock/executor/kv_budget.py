@@ -144,8 +144,8 @@ def measure_peak_step(
     def compute() -> None:
         handed = None
         if handed_dtype is not None:
-            states = torch.zeros((num_rows, model.hidden_size), dtype=handed_dtype, device=device)
-            handed = (states, torch.zeros_like(states))
+            shape = (model.num_handed, num_rows, model.hidden_size)
+            handed = torch.zeros(shape, dtype=handed_dtype, device=device).unbind()
         for step in steps:
             context = memory.context([step] * len(layout.groups), starts, torch.zeros_like(rows))
             inputs = ForwardInputs(torch.zeros_like(rows), rows % longest, context, handed)

@@ -104,10 +104,12 @@ class Worker:
             from penstock.models.vision import media_limits  # other models need none of it
 
             self.limits = media_limits(self.model, self.limits, config)
-        if self.drafter is not None:
+        if drafter is not None:
             with naming_option("speculative_config"):
                 setup = DraftSetup(self.model, config, source, platform, mesh, self.limits)
-                self.drafter.load(setup)
+                drafter.choose_layers(setup)
+                if self.drafter is not None:
+                    self.drafter.load(setup)
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from penstock.distributed.stage_link import States
 from penstock.layers.attention import CachedLayer
 from penstock.layers.build import Build
 from penstock.ops.blocks import Weight
@@ -23,11 +24,19 @@ class Hidden:
     """The result of a forward pass."""
 
     states: torch.Tensor  # [num_tokens, hidden_size], after the last norm
-    aux: tuple[torch.Tensor, ...] = ()  # hidden states of earlier layers, for drafters
+    # Hidden states of earlier layers, for drafters. On a pipeline stage before the last, those
+    # collected so far, in the layers' order.
+    aux: tuple[torch.Tensor, ...] = ()
     adapters: AdapterStep | None = None  # of the rows; None: no row uses one
     # On a pipeline stage before the last, `states` are the last layer's output without the norm,
     # and this is still to be added to them.
     residual: torch.Tensor | None = None
+
+    @property
+    def handed(self) -> States:
+        """What the next pipeline stage gets."""
+        assert self.residual is not None, "the last stage hands nothing on"
+        return self.states, self.residual, *self.aux
 
 
 @dataclass(frozen=True)
@@ -120,11 +129,14 @@ class Model(nn.Module):
         """Runner: which logits are this rank's. None: every rank has all of them."""
         return None
 
-    def resume(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
-    ) -> Hidden:
+    def resume(self, handed: States, positions: torch.Tensor) -> Hidden:
         """Runner: run the states of an earlier pipeline stage through this stage's layers."""
         raise NotImplementedError
+
+    @property
+    def num_handed(self) -> int:
+        """Executor: how many states an earlier pipeline stage hands on."""
+        return 0
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

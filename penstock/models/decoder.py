@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from penstock.distributed.stage_link import States
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import Experts
@@ -263,12 +264,28 @@ class DecoderLM(Model):
         return [self.rotary.angles(positions)] * self.config.num_layers
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        return self.resume(x, None, positions)
+        return self._run(x, None, {}, positions)
 
-    def resume(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    def resume(self, handed: States, positions: torch.Tensor) -> Hidden:
+        x, residual, *aux = handed
+        return self._run(x, residual, dict(zip(self._earlier_aux, aux, strict=True)), positions)
+
+    @property
+    def num_handed(self) -> int:
+        return 2 + len(self._earlier_aux) if self.stage.start else 0
+
+    @property
+    def _earlier_aux(self) -> list[int]:
+        """The layers of earlier stages whose inputs are handed on, in order."""
+        return sorted({index for index in self.aux_layers if index < self.stage.start})
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        aux: dict[int, torch.Tensor],  # by layer, so far
+        positions: torch.Tensor,
     ) -> Hidden:
-        aux: dict[int, torch.Tensor] = {}
         angles = self.angles(positions)
         for index in self.stage:
             if index in self.aux_layers:  # before the layer changes them in place
@@ -276,7 +293,7 @@ class DecoderLM(Model):
             layer = self.model.layers[index]
             x, residual = layer(x, residual, angles[index])
         if self.model.norm is None:
-            return Hidden(x, residual=residual)
+            return Hidden(x, tuple(aux.values()), residual=residual)
         states, residual = self.model.norm.add(x, residual)
         return Hidden(states, tuple(aux[index] for index in self.aux_layers))
 

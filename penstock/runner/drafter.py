@@ -110,8 +110,11 @@ class Drafter:
     is_on_host: bool = False  # it waits for the tokens, so steps do not overlap unless asked to
     knows_chances: bool = False  # it heeds `DraftStep.least_chance`
 
+    def choose_layers(self, setup: DraftSetup) -> None:
+        """Worker, on every pipeline stage: which of the target's layers it reads (`aux_layers`)."""
+
     def load(self, setup: DraftSetup) -> None:
-        """Worker: load its weights, if it has any."""
+        """Worker, on the last pipeline stage: load its weights, if it has any."""
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
         """Worker: what its layers keep in the KV cache, by name."""

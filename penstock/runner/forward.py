@@ -45,7 +45,7 @@ def forward(model: Model, inputs: ForwardInputs) -> Hidden:
     with forward_context(inputs.context):
         positions = inputs.positions if inputs.rope_positions is None else inputs.rope_positions
         if inputs.handed is not None:
-            hidden = model.resume(*inputs.handed, positions)
+            hidden = model.resume(inputs.handed, positions)
         else:
             x = model.embed(inputs.token_ids)
             if inputs.context.media is not None:

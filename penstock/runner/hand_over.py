@@ -33,7 +33,7 @@ class HandOver:
         pass
 
     def begin(self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None) -> None:
-        self._link.send(hidden.states, hidden.residual)
+        self._link.send(hidden.handed)
 
     def finish(self, pending: None, batch: StepBatch, masks: StepMasks | None) -> None:
         pass

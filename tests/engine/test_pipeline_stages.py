@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import make_eagle
+from eagle_heads import make_eagle, make_head
 from mtp_targets import make_target
 from stages import local_stages, stages_of
 from tiny_engine import greedy_tokens, open_llm, random_prompts
@@ -54,6 +54,7 @@ DRAFTED = [
     ("qwen3_next", {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}),
     ("qwen2_windowed", {"method": "draft_model", "model": "itself"}),
     ("llama", {"method": "eagle", "model": "head"}),
+    ("llama", {"method": "eagle3", "model": "head"}),
     ("deepseek_v3", {"method": "mtp"}),
 ]
 
@@ -67,8 +68,10 @@ def make_drafted(
     settings = {**settings, "adaptive": False}
     if settings.get("model") == "itself":
         settings["model"] = str(checkpoint)
-    elif settings.get("model") == "head":
+    elif settings["method"] == "eagle":
         settings["model"] = str(make_eagle(folder / "head", checkpoint))
+    elif settings["method"] == "eagle3":
+        settings["model"] = str(make_head(folder / "head", checkpoint)[0])
     return checkpoint, settings
 
 
@@ -87,12 +90,32 @@ def test_stages_verify_drafts(variant: str, settings: dict[str, Any], tmp_path: 
         assert found.num_draft_tokens >= found.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(("variant", "settings"), DRAFTED[-2:])
+@pytest.mark.parametrize(("variant", "settings"), DRAFTED[-3:])
 def test_heads_draft_on_the_last_stage_what_they_draft_on_one_rank(
     variant: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few of these drafts are accepted, so the tokens say little about them."""
     checkpoint, settings = make_drafted(tmp_path, variant, settings)
+    of_each = [drafts_of(checkpoint, settings, stages, monkeypatch) for stages in (1, 2)]
+    assert of_each[0] == of_each[1] != []
+
+
+@pytest.mark.parametrize("layers", [[3, 0], [5, 1], [2, 2]])
+def test_a_head_reads_layers_of_any_stages(
+    layers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order. The second of three stages hands on what the first one has."""
+    checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=6)
+    head, _ = make_head(tmp_path / "head", checkpoint, eagle_aux_hidden_state_layer_ids=layers)
+    settings = {"method": "eagle3", "model": str(head), "adaptive": False}
+    of_each = [drafts_of(checkpoint, settings, stages, monkeypatch) for stages in (1, 3)]
+    assert of_each[0] == of_each[1] != []
+
+
+def drafts_of(
+    checkpoint: Path, settings: dict[str, Any], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> list[list[int]]:
+    """What a head drafts in so many stages."""
     propose, found = HeadDrafter.propose, list[list[int]]()
 
     def recorded(drafter: HeadDrafter, step: DraftStep) -> Drafts:
@@ -101,17 +124,13 @@ def test_heads_draft_on_the_last_stage_what_they_draft_on_one_rank(
         found.extend(drafts.token_ids.tolist())
         return drafts
 
-    monkeypatch.setattr(HeadDrafter, "propose", recorded)
-    prompt = random_prompts(3, 30)  # alone: its steps are the same
-    of_each = []
-    for stages in (1, 2):
-        found.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadDrafter, "propose", recorded)
         with open_llm(
             checkpoint, pipeline_parallel_size=stages, speculative_config=settings
         ) as llm:
-            greedy_tokens(llm, prompt)
-        of_each.append([*found])
-    assert of_each[0] == of_each[1] != []
+            greedy_tokens(llm, random_prompts(3, 30))  # alone: its steps are the same
+    return found
 
 
 def test_a_stage_has_its_layers_and_nothing_else(tmp_path: Path) -> None:
@@ -196,13 +215,7 @@ def test_models_without_stages_are_refused() -> None:
         build_model(config_of("llama"), build_of(2), "transformers")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speculative_config": {"method": "eagle3", "model": "head"}},
-        {"enable_return_routed_experts": True},
-    ],
-)
-def test_what_stages_cannot_do_is_refused(options: dict[str, Any]) -> None:
+def test_what_stages_cannot_do_is_refused() -> None:
+    options = {"pipeline_parallel_size": 2, "enable_return_routed_experts": True}
     with pytest.raises(ConfigError, match="pipeline_parallel_size > 1 cannot be combined"):
-        EngineConfig.from_options({"pipeline_parallel_size": 2, **options})
+        EngineConfig.from_options(options)

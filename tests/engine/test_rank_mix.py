@@ -65,7 +65,9 @@ CELLS = [
 def test_ranks_give_what_one_gives_alone(model: Model, ranks: dict[str, Any]) -> None:
     rng = random.Random(7)
     options = {**some_options(rng, model.specs), "async_scheduling": True, **ranks}
-    options["speculative_config"] = {**SPECULATION[1], "adaptive": False}
+    heads = [each for each in model.speculation if each["method"] == "eagle3"]
+    settings = heads[0] if heads and PP_2.items() <= ranks.items() else SPECULATION[1]
+    options["speculative_config"] = {**settings, "adaptive": False}
     with engine(model.path, **options) as llm:
         check(llm, model, rng)
 
@@ -115,7 +117,7 @@ def test_pipeline_stages_give_what_one_rank_gives_alone(model: Model, seed: int)
     rng = random.Random(seed)
     options = {**some_options(rng, model.specs), **PP_2}
     options["async_scheduling"] = rng.choice([None, None, False])
-    settings = [copy(each) for each in model.speculation if each["method"] != "eagle3"]
+    settings = [copy(each) for each in model.speculation]
     if not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values()):
         settings.append({"method": "draft_model", "model": str(model.path)})
     if seed % 4 != 1:

@@ -16,17 +16,19 @@ from penstock.runner.drafters.eagle_head import EagleHeadDrafter
 class Eagle3Drafter(EagleHeadDrafter):
     what = "EAGLE-3"
 
-    def read(
-        self, setup: DraftSetup, config: Mapping[str, Any], names: list[str]
-    ) -> tuple[dict[str, Any], Callable[[Build, Mapping[str, Any]], Model]]:
-        settings = flatten_config(config)
+    def choose_layers(self, setup: DraftSetup) -> None:
+        settings = flatten_config(self.source(setup).config)
         if not setup.target.gives_aux:
             raise ConfigError(
                 f"{type(setup.target).__name__} does not give hidden states of its layers: method "
                 "eagle3 is not supported for it"
             )
-        setup.target.aux_layers = aux = aux_layers(
-            settings, int(setup.source.config["num_hidden_layers"])
-        )
-        settings["num_aux_hidden_states"] = len(aux)
+        num_layers = int(setup.source.config["num_hidden_layers"])
+        setup.target.aux_layers = aux_layers(settings, num_layers)
+
+    def read(
+        self, setup: DraftSetup, config: Mapping[str, Any], names: list[str]
+    ) -> tuple[dict[str, Any], Callable[[Build, Mapping[str, Any]], Model]]:
+        settings = flatten_config(config)
+        settings["num_aux_hidden_states"] = len(setup.target.aux_layers)
         return settings, Eagle3.create

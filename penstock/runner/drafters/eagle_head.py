@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from penstock.layers.build import Build
 from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.source import resolve_source
+from penstock.loading.source import ModelSource, resolve_source
 from penstock.models.assembly import load_model
 from penstock.models.base import Model
 from penstock.models.eagle import Eagle
@@ -27,6 +27,14 @@ class EagleHeadDrafter(HeadDrafter):
     def __init__(self, name: str, num_drafts: int) -> None:
         super().__init__(num_drafts)
         self._name = name
+        self._source: ModelSource | None = None
+
+    def source(self, setup: DraftSetup) -> ModelSource:
+        """The files of the head."""
+        if self._source is None:
+            own = setup.config_of(self._name)
+            self._source = resolve_source(own.model, own.load)
+        return self._source
 
     @abstractmethod
     def read(
@@ -36,7 +44,7 @@ class EagleHeadDrafter(HeadDrafter):
 
     def load(self, setup: DraftSetup) -> None:
         own, max_model_len = setup.config_of(self._name), setup.limits.max_model_len
-        found = resolve_source(own.model, own.load)
+        found = self.source(setup)
         names = open_checkpoint(found, own.load).names() if found.tensor_files else []
         settings, create = self.read(setup, found.config, names)
         use_positions(settings, self._name, max_model_len)
