@@ -19,11 +19,17 @@ AUX = [0, 1]
 
 
 def make_head(
-    folder: Path, target: Path, speculators: bool = False, num_tokens: int = 96, **changes: Any
+    folder: Path,
+    target: Path,
+    speculators: bool = False,
+    num_tokens: int | None = 96,
+    embeds: bool = False,
+    **changes: Any,
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A random head that drafts `num_tokens` of the target's tokens.
+    """A random head that drafts `num_tokens` of the target's tokens. None: with its output head.
 
-    Its tensors are returned under the names of the EAGLE authors.
+    With `embeds` it has an embedding of its own. Its tensors are returned under the names of the
+    EAGLE authors.
     """
     settings = json.loads((target / "config.json").read_text())
     size, heads = settings["hidden_size"], settings["num_attention_heads"]
@@ -39,7 +45,7 @@ def make_head(
 
     inner = settings["intermediate_size"]
     aux = changes.get("eagle_aux_hidden_state_layer_ids", AUX)
-    chosen = torch.randperm(settings["vocab_size"], generator=generator)[:num_tokens].sort().values
+    vocab_size = settings["vocab_size"]
     tensors = {
         "fc.weight": rand(size, len(aux) * size),
         "midlayer.hidden_norm.weight": norm(),
@@ -53,12 +59,20 @@ def make_head(
         "midlayer.mlp.up_proj.weight": rand(inner, size),
         "midlayer.mlp.down_proj.weight": rand(size, inner),
         "norm.weight": norm(),
-        "lm_head.weight": 4 * rand(num_tokens, size),
-        "d2t": chosen - torch.arange(num_tokens),
-        "t2d": torch.zeros(settings["vocab_size"], dtype=torch.bool).index_fill(0, chosen, True),
     }
+    if num_tokens is not None:
+        chosen = torch.randperm(vocab_size, generator=generator)[:num_tokens].sort().values
+        tensors["lm_head.weight"] = 4 * rand(num_tokens, size)
+        tensors["d2t"] = chosen - torch.arange(num_tokens)
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
+    if embeds:
+        tensors["embed_tokens.weight"] = rand(vocab_size, size)
     layer = {**settings, "num_hidden_layers": 1, "max_position_embeddings": 16}
-    own = {"draft_vocab_size": num_tokens, "eagle_aux_hidden_state_layer_ids": aux, **changes}
+    own = {
+        "draft_vocab_size": num_tokens or vocab_size,
+        "eagle_aux_hidden_state_layer_ids": aux,
+        **changes,
+    }
     stored = dict(tensors)
     if speculators:
         own = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **own}
@@ -73,7 +87,10 @@ def make_head(
 
 
 def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any) -> Path:
-    """A random head of the first EAGLE. `extras`: biases and a last norm, which some have."""
+    """A random head of the first EAGLE.
+
+    `extras`: biases, a last norm, an embedding and an output head, which some have.
+    """
     settings = json.loads((target / "config.json").read_text())
     size, heads = settings["hidden_size"], settings["num_attention_heads"]
     kv = settings.get("num_key_value_heads", heads) * size // heads
@@ -93,9 +110,10 @@ def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any)
         "layers.0.mlp.gate_proj.weight": rand(inner, size),
         "layers.0.mlp.up_proj.weight": rand(inner, size),
         "layers.0.mlp.down_proj.weight": rand(size, inner),
-        "embed_tokens.weight": rand(settings["vocab_size"], size),  # not used
     }
     if extras:
+        tensors["embed_tokens.weight"] = rand(settings["vocab_size"], size)
+        tensors["lm_head.weight"] = 4 * rand(settings["vocab_size"], size)
         tensors["fc.bias"] = rand(1, size)[0]
         for name, rows in (("q", size), ("k", kv), ("v", kv)):
             tensors[f"layers.0.self_attn.{name}_proj.bias"] = rand(1, rows)[0]
@@ -128,15 +146,23 @@ class PlainHead:
         ids = torch.tensor([token_ids])
         combined = self.combine(self.target.model(ids, output_hidden_states=True).hidden_states)
         before = torch.cat([torch.zeros_like(combined[:1]), combined[:-1]])
-        embed = self.target.get_input_embeddings()
-        rows = embed(ids)[0]
+        rows = self.embed(ids[0])
         drafts: list[int] = []
         for _ in range(count):
             states, last = self.compute(rows, before)
             drafts.append(self.choose(states[-1]))
-            rows = torch.cat([rows, embed(torch.tensor(drafts[-1:]))])
+            rows = torch.cat([rows, self.embed(torch.tensor(drafts[-1:]))])
             before = torch.cat([before, last[-1:]])
         return drafts
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        given = self.target.get_input_embeddings().weight
+        return functional.embedding(ids, self.head.get("embed_tokens.weight", given))
+
+    def best(self, state: torch.Tensor) -> int:
+        """The token of the largest logit, in the head's own numbering."""
+        weight = self.head.get("lm_head.weight", self.target.lm_head.weight)
+        return int((weight @ state).argmax())
 
     def combine(self, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """What rows take of the target's hidden states, of which the last is behind its norm."""
@@ -204,8 +230,8 @@ class Plain(PlainHead):
         return self.norm(residual, "norm"), residual
 
     def choose(self, state: torch.Tensor) -> int:
-        best = int((self.head["lm_head.weight"] @ state).argmax())
-        return best + int(self.head["d2t"][best])
+        best = self.best(state)
+        return best + int(self.head["d2t"][best]) if "d2t" in self.head else best
 
 
 class PlainEagle(PlainHead):
@@ -224,7 +250,7 @@ class PlainEagle(PlainHead):
         return states, states
 
     def choose(self, state: torch.Tensor) -> int:
-        return int(self.target.lm_head(state).argmax())
+        return self.best(state)
 
 
 class Watched(Recording, Eagle3Drafter):

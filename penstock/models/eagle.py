@@ -1,8 +1,8 @@
 """EAGLE: one decoder layer that drafts from a target's last hidden state and its tokens.
 
 A row has the embedding of a token, and the hidden state before it: of the target, after its last
-norm, where the target computed it, otherwise of the draft layer itself. Embedding and output head
-are the target's. Checkpoints are those of the EAGLE authors.
+norm, where the target computed it, otherwise of the draft layer itself. Checkpoints are those of
+the EAGLE authors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig, read_head
+from penstock.models.eagle_head import EagleHead
 
 
 class EagleLayer(nn.Module):
@@ -48,18 +49,12 @@ class EagleLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class Eagle(Model):
-    """Not a model of its own: `draft` takes the place of `forward`."""
-
+class Eagle(EagleHead):
     vocabulary = None  # it drafts all of the target's tokens
 
     weights = WeightTable(
         # The layer's first norm is not used, and often not trained.
-        ignored=(
-            r"^(embed_tokens|lm_head)\.",
-            r"\.rotary_emb\.inv_freq$",
-            r"^layers\.0\.input_layernorm\.",
-        ),
+        ignored=(r"\.rotary_emb\.inv_freq$", r"^layers\.0\.input_layernorm\."),
         renamed={r"^model\.": ""},
     )
 
@@ -67,16 +62,15 @@ class Eagle(Model):
         self, build: Build, raw: Mapping[str, Any], target: Model, names: list[str]
     ) -> None:
         """`names`: of the checkpoint's tensors. They say which biases and norms there are."""
-        super().__init__()
         config = read_head(raw, build.tp.size, "EAGLE")
         size = config.hidden_size
-        self.vocab_size, self.hidden_size, self.dtype = config.vocab_size, size, build.dtype
+        num_logits = config.vocab_size if _has(names, "lm_head.weight") else None
+        super().__init__(build, config, target, _has(names, "embed_tokens.weight"), num_logits)
         self.target_size = size
         self.fc = Linear(build, 2 * size, [Part("", size, 1)], bias=_has(names, "fc.bias"))
         self.layers = nn.ModuleList([EagleLayer(build, config, names)])
         has_norm = any(name.removeprefix("model.") == "norm.weight" for name in names)
         self.norm = RMSNorm(build, size, config.rms_norm_eps) if has_norm else None
-        self._project = target.logits  # not a part of this model: its weights are loaded
 
     def combine(self, hidden: Hidden) -> torch.Tensor:
         """The target's hidden states that rows take."""
@@ -100,9 +94,6 @@ class Eagle(Model):
         """What attention reads."""
         projected: torch.Tensor = self.fc(torch.cat([embedded.to(self.dtype), hidden], dim=-1))
         return projected
-
-    def project(self, states: torch.Tensor) -> torch.Tensor:
-        return self._project(Hidden(states), slice(None))
 
 
 def _has(names: list[str], ending: str) -> bool:

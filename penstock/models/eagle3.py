@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import Linear, Part
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
@@ -23,6 +22,7 @@ from penstock.loading.speculators import TYPE, method_of
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig, read_head, read_int
 from penstock.models.draft_vocabulary import DraftVocabulary
+from penstock.models.eagle_head import EagleHead
 from penstock.protocol.errors import ModelError
 
 
@@ -45,37 +45,40 @@ class DraftLayer(nn.Module):
         self.mlp = GatedMLP(build, size, config.intermediate_size)
 
 
-class Eagle3(Model):
-    """Not a model of its own: `draft` takes the place of `forward`."""
-
+class Eagle3(EagleHead):
     weights = WeightTable(
-        ignored=(r"^t2d$", r"^embed_tokens\.weight$", r"\.rotary_emb\.inv_freq$"),
+        ignored=(r"^t2d$", r"\.rotary_emb\.inv_freq$"),
         renamed={r"^model\.": "", r"^midlayer\.": "layers.0.", r"^d2t$": "vocabulary.d2t"},
     )
 
-    @classmethod
-    def create(cls, build: Build, raw: Mapping[str, Any]) -> Eagle3:
-        return cls(build, raw)
-
-    def __init__(self, build: Build, raw: Mapping[str, Any]) -> None:
-        super().__init__()
+    def __init__(
+        self, build: Build, raw: Mapping[str, Any], target: Model, names: list[str]
+    ) -> None:
+        """`names`: of the checkpoint's tensors. They say whether it has an embedding and a head."""
         config = read_head(raw, build.tp.size, "EAGLE-3")
+        own = {name.removeprefix("model.") for name in names}
+        draft_vocab_size = read_int(raw, "draft_vocab_size", config.vocab_size)
+        is_smaller = draft_vocab_size < config.vocab_size
+        has_head = is_smaller or not names or "lm_head.weight" in own
+        super().__init__(
+            build,
+            config,
+            target,
+            "embed_tokens.weight" in own,
+            draft_vocab_size if has_head else None,
+        )
         self.config = config
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.target_size = read_int(raw, "target_hidden_size", config.hidden_size)
         self.norms_residual = raw.get("norm_before_residual") is True
         inputs = read_int(raw, "num_aux_hidden_states", 3) * self.target_size
         self.fc = Linear(build, inputs, [Part("", config.hidden_size, 1)])
         self.layers = nn.ModuleList([DraftLayer(build, config)])
         self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        draft_vocab_size = read_int(raw, "draft_vocab_size", config.vocab_size)
-        self.lm_head = VocabEmbedding(build, draft_vocab_size, config.hidden_size)
         self.vocabulary: DraftVocabulary | None = None
-        if draft_vocab_size < config.vocab_size:
+        if is_smaller:
             self.vocabulary = DraftVocabulary(
                 "d2t", draft_vocab_size, config.vocab_size, build.device
             )
-        self.dtype = build.dtype
 
     def combine(self, hidden: Hidden) -> torch.Tensor:
         """The target's hidden states of some layers, [n, target_size] each -> [n, hidden_size]."""
@@ -107,10 +110,6 @@ class Eagle3(Model):
         """What attention reads, and the normed hidden states in it."""
         normed = layer.hidden_norm(hidden)
         return torch.cat([layer.input_layernorm(embedded.to(self.dtype)), normed], dim=-1), normed
-
-    def project(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits over the tokens of `vocabulary`."""
-        return self.lm_head.project(states)
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,11 @@ class MtpHead(Model):
             renamed=target.weights.renamed,
         )
         # Not parts of this model: their weights are loaded.
-        self._project, self._angles = target.logits, target.angles
+        self._embed, self._project = target.embed, target.logits
+        self._angles = target.angles
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embed(token_ids)
 
     def combine(self, hidden: Hidden) -> torch.Tensor:
         """The target's hidden states that rows take."""

@@ -180,7 +180,7 @@ def some_speculation(path: Path, variant: str) -> list[dict[str, Any]]:
         target.mkdir()
         settings = json.loads((path / "config.json").read_text())
         (target / "config.json").write_text(json.dumps(settings.get("text_config", settings)))
-        head, _ = make_head(path / "eagle3", target)
+        head, _ = make_head(path / "eagle3", target, embeds=True)
         found.append({"method": "eagle3", "model": str(head)})
         found.append({"method": "eagle", "model": str(make_eagle(path / "eagle", target))})
         found.append({"method": "medusa", "model": str(make_heads(path / "medusa", target))})

@@ -23,7 +23,7 @@ class Watched(Recording, EagleDrafter):
     pass
 
 
-@pytest.mark.parametrize("extras", [False, True], ids=["bare", "with biases and a norm"])
+@pytest.mark.parametrize("extras", [False, True], ids=["bare", "with all that some have"])
 def test_drafts_are_those_of_a_plain_computation(
     tiny_llama: str, tmp_path: Path, extras: bool
 ) -> None:

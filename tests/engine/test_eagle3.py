@@ -14,6 +14,7 @@ from sampling_kinds import KINDS
 from tiny_engine import open_llm, tokens_and_logprobs
 
 from penstock import LLM, SamplingParams
+from penstock.models.eagle3 import Eagle3
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.scheduler.plan import PlannedStep
 
@@ -95,6 +96,44 @@ def test_tokens_and_logprobs_are_those_without_a_head(
         assert run(llm) == expected
         assert run(llm) == expected  # from the prefix cache
         assert llm.engine.speculation_stats().num_draft_tokens > 100
+
+
+@pytest.mark.parametrize("num_tokens", [96, None], ids=["own head", "the target's head"])
+@pytest.mark.parametrize("embeds", [False, True], ids=["the target's embedding", "own embedding"])
+def test_a_heads_own_matrices_take_the_place_of_the_targets(
+    tiny_llama: str, tmp_path: Path, embeds: bool, num_tokens: int | None, expected: list[Any]
+) -> None:
+    folder, tensors = make_head(
+        tmp_path / "head", Path(tiny_llama), num_tokens=num_tokens, embeds=embeds
+    )
+    plain, drafter = Plain(Path(tiny_llama), tensors), Watched(folder)
+    options = {"enable_prefix_caching": False, "dtype": "float32"}
+    with open_llm(tiny_llama, drafter=drafter, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        llm.generate(prompts((9, 40)), params, use_tqdm=False)
+        assert len(drafter.proposals) > 10
+        assert all(drafts == plain.drafts(known, 3) for known, drafts in drafter.proposals)
+        assert run(llm) == expected
+
+
+def test_copies_of_the_targets_matrices_are_not_kept(tiny_llama: str, tmp_path: Path) -> None:
+    folder, bare = make_head(tmp_path / "head", Path(tiny_llama), num_tokens=None)
+    target, proposals = load_file(Path(tiny_llama) / "model.safetensors"), []
+    for difference in (None, 0.0, 0.01):  # of one number from the target's
+        tensors = dict(bare)
+        if difference is not None:
+            for name, source in (("embed_tokens", "model.embed_tokens"), ("lm_head", "lm_head")):
+                tensors[f"{name}.weight"] = target[f"{source}.weight"].clone()
+                tensors[f"{name}.weight"][-1, -1] += difference
+        save_file(tensors, folder / "model.safetensors")
+        drafter = Watched(folder)
+        with open_llm(tiny_llama, drafter=drafter) as llm:
+            assert isinstance(drafter.model, Eagle3)
+            for own in (drafter.model.embed_tokens, drafter.model.lm_head):
+                assert (own is not None) == bool(difference)
+            llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+        proposals.append(drafter.proposals)
+    assert proposals[0] == proposals[1]
 
 
 def test_rows_of_prompts_take_keys_and_values_only(

@@ -37,11 +37,11 @@ class Method:
 
 
 def _eagle(target: Path, folder: Path) -> dict[str, Any]:
-    return {"model": str(make_eagle(folder, target))}
+    return {"model": str(make_eagle(folder, target, extras=True))}
 
 
 def _eagle3(target: Path, folder: Path) -> dict[str, Any]:
-    return {"model": str(make_head(folder, target)[0])}
+    return {"model": str(make_head(folder, target, embeds=True)[0])}
 
 
 def _medusa(target: Path, folder: Path) -> dict[str, Any]:

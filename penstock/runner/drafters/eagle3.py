@@ -31,4 +31,8 @@ class Eagle3Drafter(EagleHeadDrafter):
     ) -> tuple[dict[str, Any], Callable[[Build, Mapping[str, Any]], Model]]:
         settings = flatten_config(config)
         settings["num_aux_hidden_states"] = len(setup.target.aux_layers)
-        return settings, Eagle3.create
+
+        def create(build: Build, raw: Mapping[str, Any]) -> Model:
+            return Eagle3(build, raw, setup.target, names)
+
+        return settings, create

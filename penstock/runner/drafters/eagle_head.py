@@ -54,7 +54,8 @@ class EagleHeadDrafter(HeadDrafter):
         )
         assert isinstance(head, Eagle | Eagle3)
         setup.check_sizes(f"the {self.what} head {self._name}", head, head.target_size)
-        self._target, self._head = setup.target, head
+        head.share()
+        self._head = head
         self.use(head, dtypes.kv, setup.max_rows, max_model_len)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from penstock.layers.context import ForwardContext, forward_context
-from penstock.models.base import Hidden, Model
+from penstock.models.base import Hidden
 from penstock.models.draft_vocabulary import DraftVocabulary
 from penstock.protocol.step import NewRequest
 from penstock.runner.drafter import Drafts, DraftStep
@@ -39,6 +39,9 @@ class DraftHead(Protocol):
     def vocabulary(self) -> DraftVocabulary | None:
         """The tokens that it drafts; None: all of the target's."""
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [n] -> what `draft` and `write` take: [n, hidden_size]."""
+
     def combine(self, hidden: Hidden) -> torch.Tensor:
         """The target's hidden states that rows take: [n, hidden_size]."""
 
@@ -55,10 +58,9 @@ class DraftHead(Protocol):
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts with a head. `load` sets it, and the target whose embeddings it takes."""
+    """Drafts with a head, which `load` sets."""
 
     _head: DraftHead
-    _target: Model
 
     def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
         super().start(tables, memory, sampler)
@@ -92,7 +94,7 @@ class HeadDrafter(ModelDrafter):
         attention = {name: context.attention[near] for name, near in self._neighbours.items()}
         own_context = ForwardContext(self.caches, attention, context.query_starts, slots)
         with forward_context(own_context):
-            self._head.write(self._target.embed(inputs.token_ids), before, inputs.positions)
+            self._head.write(self._head.embed(inputs.token_ids), before, inputs.positions)
         self._before[torch.where(is_last, own, nobody)] = combined
         self._combined[: len(combined)] = combined
 
@@ -118,7 +120,7 @@ class HeadDrafter(ModelDrafter):
         self._before[torch.where(slots < 0, nobody, slots)] = self._hidden
 
     def compute(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        embedded = self._target.embed(token_ids)
+        embedded = self._head.embed(token_ids)
         states, self._hidden = self._head.draft(embedded, self._hidden, positions)
         return Hidden(states)
 

@@ -58,5 +58,5 @@ class MtpDrafter(HeadDrafter):
                 "Of %d MTP layer(s), the first makes all %d drafts, further ones from its output",
                 declared, self.num_drafts,
             )  # fmt: skip
-        self._target, self._head = target, head
+        self._head = head
         self.use(head, dtypes.kv, setup.max_rows, setup.limits.max_model_len)
