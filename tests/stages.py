@@ -17,6 +17,7 @@ from penstock.distributed.stage_link import StageLink
 from penstock.engine import build
 from penstock.executor.base import merge_capabilities
 from penstock.executor.finished_jobs import FinishedJobs
+from penstock.executor.routed_experts import with_routed_experts
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
 from penstock.platforms.platform import detect_platform
@@ -68,6 +69,7 @@ class LocalStages:
         if result.failure is None:
             for worker in self.workers[:-1]:
                 worker.settle(result.step_id, settled(result))
+            result = with_routed_experts(results)
         return msgspec.structs.replace(result, finished_jobs=jobs)
 
     def call(self, method: str, *args: Any) -> Any:

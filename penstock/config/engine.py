@@ -376,16 +376,6 @@ class EngineConfig:
                 "enable_expert_parallel, or use tensor_parallel_size instead of data_parallel_size"
             )
         self.speculative.check_ranks(self.parallel.tensor_parallel_size)
-        if self.parallel.pipeline_parallel_size > 1:
-            self._check_stages()
-
-    def _check_stages(self) -> None:
-        """Refuse what pipeline stages cannot do."""
-        if self.model.enable_return_routed_experts:
-            raise ConfigError(
-                "enable_return_routed_experts and pipeline_parallel_size > 1 cannot be combined: "
-                "drop one, or use tensor_parallel_size"
-            )
 
     @classmethod
     def sections(cls) -> dict[str, type]:

@@ -98,8 +98,8 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's step results carry those of the requests. One rank's do."""
-        return self.is_last_stage and self.tp.rank == 0
+        """Whether this rank's step results carry those of the requests: one rank's of a stage."""
+        return self.tp.rank == 0
 
     def layers_of_stage(self, num_layers: int) -> range:
         """This stage's share of a model's layers. Raises ConfigError if some stage has none."""

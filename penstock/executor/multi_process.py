@@ -30,6 +30,7 @@ from penstock.executor.finished_jobs import FinishedJobs
 from penstock.executor.interrupts import interrupts_held
 from penstock.executor.media_content import encodes_media, with_content
 from penstock.executor.nodes import NodeListener, framed, free_port
+from penstock.executor.routed_experts import with_routed_experts
 from penstock.executor.silence import CHECK_S, Silence
 from penstock.executor.worker import Worker
 from penstock.protocol.calls import decode_result, encode, encode_args
@@ -178,6 +179,7 @@ class MultiProcessExecutor:
         result = reported[0]
         if self._num_stages > 1 and result.failure is None:
             self._settle(result)
+            result = with_routed_experts(results[:: self._num_tp])
         if jobs == result.finished_jobs:
             return result
         return msgspec.structs.replace(result, finished_jobs=jobs)

@@ -15,6 +15,7 @@ from penstock.distributed.stage_link import StageLink
 from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
+from penstock.layers.expert_share import has_experts
 from penstock.layers.lora import AdapterWeights, make_slots
 from penstock.layers.recurrent import recurrent_layers
 from penstock.loading.source import ModelSource
@@ -119,15 +120,15 @@ class Worker:
             self.pooler = make_pooler(self.model, task, config, source, files)
         self.adapters = self._make_adapters()
         self.runner: ModelRunner | None = None
-        recorder, eplb = None, config.parallel.eplb
-        if config.model.enable_return_routed_experts or eplb is not None:
+        self.routed_experts: RoutedExpertsRecorder | None = None
+        self.balancer: ExpertBalancer | None = None
+        returns, eplb = config.model.enable_return_routed_experts, config.parallel.eplb
+        if (returns or eplb is not None) and has_experts(self.model):
             max_rows = max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
             recorder = RoutedExpertsRecorder(self.model, max_rows, platform.device)
-        self.routed_experts = recorder if config.model.enable_return_routed_experts else None
-        self.balancer: ExpertBalancer | None = None
-        if eplb is not None:
-            assert recorder is not None
-            self.balancer = ExpertBalancer(self.model, recorder, mesh.ep, eplb)
+            self.routed_experts = recorder if returns else None
+            if eplb is not None:
+                self.balancer = ExpertBalancer(self.model, recorder, mesh.ep, eplb)
 
     def _make_adapters(self) -> AdapterStore | None:
         lora, model = self.config.lora, self.model
@@ -191,7 +192,7 @@ class Worker:
         self._steps.sample(masks)
 
     def collect(self) -> StepResult:
-        """Return the oldest step's result. Only one rank includes the results of requests."""
+        """Return the oldest step's result. One rank of a stage includes those of requests."""
         result = self._steps.collect()
         return result if self.mesh.reports else msgspec.structs.replace(result, results=[])
 

@@ -23,11 +23,11 @@ MOST_RANKS = 64  # that are tried, to name those that would do
 def check_division(config: EngineConfig, source: ModelSource) -> None:
     """Build the ranks' models on the meta device, which takes no memory.
 
-    Raises what the ranks would raise. If it is about the tensor-parallel size, the error names the
-    sizes that do.
+    One rank's model is built only for options that need experts. Raises what the ranks would raise.
+    If it is about the tensor-parallel size, the error names the sizes that do.
     """
     parallel = config.parallel
-    if parallel.num_ranks == 1 and not parallel.enable_expert_parallel:
+    if parallel.num_ranks == 1 and not _expert_options(config):
         return
     try:
         _build_stages(config, source, parallel)
@@ -69,7 +69,17 @@ def _build_stages(config: EngineConfig, source: ModelSource, parallel: ParallelC
             num_redundant_experts=parallel.num_redundant_experts,
         )
         models.append(build_model(source.config, build, config.model.model_impl))
-    if parallel.enable_expert_parallel and not any(map(has_experts, models)):
+    options = _expert_options(config)
+    if options and not any(map(has_experts, models)):
         raise ConfigError(
-            "enable_expert_parallel is for models with experts, and this one has none: drop it"
+            f"{options[0]} is for models with experts, and this one has none: drop it"
         )
+
+
+def _expert_options(config: EngineConfig) -> list[str]:
+    """The options that need a model with experts."""
+    given = {
+        "enable_expert_parallel": config.parallel.enable_expert_parallel,
+        "enable_return_routed_experts": config.model.enable_return_routed_experts,
+    }
+    return [name for name, is_given in given.items() if is_given]

@@ -6,8 +6,7 @@ import msgspec
 import torch
 from torch import nn
 
-from penstock.layers.experts import Experts
-from penstock.protocol.errors import ConfigError
+from penstock.layers.expert_share import expert_layers
 from penstock.protocol.step import RequestResult, RoutedExperts
 from penstock.runner.layout import StepLayout
 
@@ -16,11 +15,7 @@ class RoutedExpertsRecorder:
     """Makes every MoE layer write its choices into one buffer, which never moves."""
 
     def __init__(self, model: nn.Module, max_rows: int, device: torch.device) -> None:
-        layers = [module for module in model.modules() if isinstance(module, Experts)]
-        if not layers:
-            raise ConfigError(
-                "enable_return_routed_experts needs a model with experts, and this one has none"
-            )
+        layers = expert_layers(model)
         top_k = max(layer.routing.top_k for layer in layers)
         # [max_rows, layers, top_k]; padded with -1 where layers differ in top_k
         shape = (max_rows, len(layers), top_k)
@@ -48,7 +43,15 @@ class RoutedExpertsRecorder:
     def attach(
         results: list[RequestResult], layout: StepLayout, taken: torch.Tensor
     ) -> list[RequestResult]:
-        """Attach each request's rows to its result. The copy to the host must be complete."""
+        """Attach each request's rows to its result. The copy to the host must be complete.
+
+        On a pipeline stage before the last, they are all that there is of a result.
+        """
+        if not results:
+            results = [
+                RequestResult(request_id=own.request_id, incarnation=own.incarnation)
+                for own in layout.requests
+            ]
         starts = layout.starts.tolist()
         _, num_layers, top_k = taken.shape
         rows = taken.numpy()

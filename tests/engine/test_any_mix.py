@@ -70,6 +70,7 @@ SPECULATION: list[dict[str, Any]] = [
     {"method": "suffix", "suffix_decoding_max_cached_requests": 4},
     {"method": "custom", "model": "drafters:AtRandom"},
 ]
+WITH_EXPERTS = ("deepseek_v2_lite", "qwen3_next")
 TARGETS_WITH_MTP = ("mimo", "qwen3_next")
 NUM_ADAPTERS = 3  # more than slots
 FIRST_TOKEN = 9  # after all special tokens
@@ -93,6 +94,10 @@ class Model:
     adapters: list[Adapter | None]  # of the cases
     alone: list[RequestOutput]
     speculation: list[dict[str, Any]]  # what may draft for it
+
+    @property
+    def has_experts(self) -> bool:
+        return self.alone[0].outputs[0].routed_experts is not None
 
 
 def some_params(rng: random.Random, most: int) -> SamplingParams:
@@ -161,7 +166,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cases = some_cases(random.Random(request.param), 14, with_images)
     variants = [None, *(some_adapter(path, request.param, seed) for seed in range(NUM_ADAPTERS))]
     adapters = [variants[index % len(variants)] for index in range(len(cases))]
-    with engine(path, enable_prefix_caching=False, max_num_seqs=2) as llm:
+    options = {"enable_prefix_caching": False, "max_num_seqs": 2}
+    options["enable_return_routed_experts"] = request.param in WITH_EXPERTS
+    with engine(path, **options) as llm:
         alone = [run_alone(llm, case, own) for case, own in zip(cases, adapters, strict=True)]
         plain = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         text = Case(list(range(FIRST_TOKEN, 40)), plain)
@@ -317,6 +324,10 @@ class Client:
                 assert ours.logprobs is not None
                 num_seen = len(expected.logprobs) - len(ours.logprobs)  # by a replay's client
                 assert_close(ours.logprobs, expected.logprobs[num_seen:])
+            if self.llm.frontend.needs_every_row:  # to return the experts of each
+                assert ours.routed_experts is not None
+                assert expected.routed_experts is not None
+                assert ours.routed_experts.tolist() == expected.routed_experts.tolist()
         assert_close(output.prompt_logprobs, alone.prompt_logprobs)
         self.num_compared += 1
 
@@ -372,6 +383,7 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None:
     rng = random.Random(seed)
     options = some_options(rng, model.specs)
+    options["enable_return_routed_experts"] = model.has_experts and rng.random() < 0.2
     outputs = [list(out.token_ids) for output in model.alone for out in output.outputs]
     is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
     drafter: Drafter | None = None

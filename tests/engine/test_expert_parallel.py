@@ -55,7 +55,8 @@ def assert_same(found: Any, expected: Any, tolerance: float) -> None:
 
 
 def without_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in BALANCED}
+    left_out = {*BALANCED, "pipeline_parallel_size"}
+    return {name: value for name, value in options.items() if name not in left_out}
 
 
 def check_moves(llm: LLM, options: dict[str, Any]) -> None:
@@ -90,6 +91,13 @@ def kill_rank(llm: LLM, rank: int) -> None:
         ),
         pytest.param("mixtral", {}, BALANCED | {"quantization": "fp8"}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", {}, IN_CHUNKS, marks=pytest.mark.slow),
+        # The first stage has no experts.
+        pytest.param(
+            "deepseek_v2",
+            {"num_hidden_layers": 2, "first_k_dense_replace": 1},
+            BALANCED | {"pipeline_parallel_size": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_two_ranks_with_some_experts_each_give_one_ranks_tokens(

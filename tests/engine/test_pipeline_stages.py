@@ -14,7 +14,6 @@ from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
 
 from penstock import SamplingParams
-from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.engine import build
 from penstock.layers.build import Build
@@ -133,6 +132,35 @@ def drafts_of(
     return found
 
 
+@pytest.mark.parametrize(
+    ("variant", "stages"), [("qwen3_moe", 3), ("deepseek_v2", 2)], ids=["second", "first"]
+)
+def test_routed_experts_of_all_stages_are_returned(
+    variant: str, stages: int, tmp_path: Path
+) -> None:
+    """One of the stages has no layer with experts."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    settings = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+    options = {"enable_return_routed_experts": True, "speculative_config": settings}
+    of_each = []
+    for size in (1, stages):
+        with open_llm(
+            checkpoint, max_num_batched_tokens=24, pipeline_parallel_size=size, **options
+        ) as llm:
+            outputs = llm.generate(PROMPTS, SEEDED, use_tqdm=False)
+        found = [output.outputs[0].routed_experts for output in outputs]
+        of_each.append([own.tolist() for own in found if own is not None])
+    assert of_each[0] == of_each[1]
+    assert len(of_each[0]) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_routed_experts_need_a_model_with_experts(stages: int, tmp_path: Path) -> None:
+    options = {"enable_return_routed_experts": True, "pipeline_parallel_size": stages}
+    with pytest.raises(ConfigError, match="enable_return_routed_experts is for models with"):
+        open_llm(make_checkpoint(tmp_path, "llama"), **options)
+
+
 def test_a_stage_has_its_layers_and_nothing_else(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=5)
     with open_llm(checkpoint, pipeline_parallel_size=3, cpu_backend="torch") as llm:
@@ -213,9 +241,3 @@ def test_sizes_that_do_not_divide_the_model_are_refused_before_a_rank_starts(
 def test_models_without_stages_are_refused() -> None:
     with pytest.raises(ModelError, match="use tensor_parallel_size instead"):
         build_model(config_of("llama"), build_of(2), "transformers")
-
-
-def test_what_stages_cannot_do_is_refused() -> None:
-    options = {"pipeline_parallel_size": 2, "enable_return_routed_experts": True}
-    with pytest.raises(ConfigError, match="pipeline_parallel_size > 1 cannot be combined"):
-        EngineConfig.from_options(options)

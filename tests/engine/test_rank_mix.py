@@ -19,6 +19,7 @@ from test_any_mix import (
     SPECULATION,
     TEXT_VARIANTS,
     VARIANTS,
+    WITH_EXPERTS,
     Client,
     Model,
     assert_nothing_is_kept,
@@ -40,7 +41,6 @@ TP_2, TP_4, DP_2 = (
     {f"{kind}_parallel_size": n} for kind, n in (("tensor", 2), ("tensor", 4), ("data", 2))
 )
 PP_2 = {"pipeline_parallel_size": 2}
-WITH_EXPERTS = ("deepseek_v2_lite", "qwen3_next")
 SHORT = ("llama", "deepseek_v2_lite")  # whose models other tests of this file have, too
 
 
@@ -65,8 +65,10 @@ CELLS = [
 def test_ranks_give_what_one_gives_alone(model: Model, ranks: dict[str, Any]) -> None:
     rng = random.Random(7)
     options = {**some_options(rng, model.specs), "async_scheduling": True, **ranks}
+    is_staged = PP_2.items() <= ranks.items()
+    options["enable_return_routed_experts"] = model.has_experts and is_staged
     heads = [each for each in model.speculation if each["method"] == "eagle3"]
-    settings = heads[0] if heads and PP_2.items() <= ranks.items() else SPECULATION[1]
+    settings = heads[0] if heads and is_staged else SPECULATION[1]
     options["speculative_config"] = {**settings, "adaptive": False}
     with engine(model.path, **options) as llm:
         check(llm, model, rng)
@@ -117,6 +119,7 @@ def test_pipeline_stages_give_what_one_rank_gives_alone(model: Model, seed: int)
     rng = random.Random(seed)
     options = {**some_options(rng, model.specs), **PP_2}
     options["async_scheduling"] = rng.choice([None, None, False])
+    options["enable_return_routed_experts"] = model.has_experts and rng.random() < 0.3
     settings = [copy(each) for each in model.speculation]
     if not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values()):
         settings.append({"method": "draft_model", "model": str(model.path)})

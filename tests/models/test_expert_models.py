@@ -182,11 +182,6 @@ def test_routed_experts_are_not_those_of_drafts_that_fell(tmp_path: Path) -> Non
         assert (ours == theirs).all()
 
 
-def test_routed_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a model with experts"):
-        open_llm(make_checkpoint(tmp_path, "llama"), enable_return_routed_experts=True)
-
-
 def test_on_a_gpu_what_has_no_kernel_is_computed_without_waiting_for_the_device() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     build = Build(torch.bfloat16, torch.device("cuda"), 64, Ops("cpu"))  # nothing is allocated
