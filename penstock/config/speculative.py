@@ -13,13 +13,12 @@ from penstock.protocol.errors import ConfigError
 
 Method = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "custom"]
 
-NUM_TOKENS: Mapping[Method, int] = {  # unless the user says
+NUM_TOKENS: Mapping[Method, int] = {  # unless the user says; mtp: the number of its layers
     "ngram": 5,
     "suffix": 8,
     "draft_model": 3,
     "eagle": 3,
     "eagle3": 3,
-    "mtp": 1,
     "medusa": 3,
     "custom": 3,
 }
@@ -70,7 +69,7 @@ class SpeculativeSettings:
         "Drafter to use; required. ngram: repeats what followed the last tokens earlier in the "
         "request; suffix: what most often followed them, in the request and in past outputs; "
         "draft_model: a smaller model with the same vocabulary; eagle, eagle3: an EAGLE or EAGLE-3 "
-        "head that was trained for the model; mtp: the multi-token-prediction (MTP) layer of the "
+        "head that was trained for the model; mtp: the multi-token-prediction (MTP) layers of the "
         "model's own checkpoint; medusa: Medusa heads that were trained for the model; custom: a "
         "class of your own.",
     )
@@ -78,7 +77,7 @@ class SpeculativeSettings:
         None,
         f"Maximum drafts per request and step, from 1 to {MOST_TOKENS}; default: "
         + ", ".join(f"{count} for {method}" for method, count in NUM_TOKENS.items())
-        + ".",
+        + ", the number of MTP layers for mtp.",
     )
     adaptive: bool = option(
         True,
@@ -146,10 +145,9 @@ class SpeculativeSettings:
 
     def __post_init__(self) -> None:
         require(self, "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", least=1)
-        if self.num_tokens > MOST_TOKENS:
-            raise ConfigError(
-                f"num_speculative_tokens must be at most {MOST_TOKENS}, got {self.num_tokens}"
-            )
+        asked = self.num_speculative_tokens
+        if asked is not None and asked > MOST_TOKENS:
+            raise ConfigError(f"num_speculative_tokens must be at most {MOST_TOKENS}, got {asked}")
         if self.prompt_lookup_max > LONGEST_LOOKUP:
             raise ConfigError(
                 f"prompt_lookup_max must be at most {LONGEST_LOOKUP}, got {self.prompt_lookup_max}"
@@ -179,7 +177,7 @@ class SpeculativeSettings:
 
     @property
     def num_tokens(self) -> int:
-        """Maximum drafts of a request in one step."""
+        """Maximum drafts of a request in one step. Method mtp knows its own default."""
         asked = self.num_speculative_tokens
         return NUM_TOKENS[self.method] if asked is None else asked
 

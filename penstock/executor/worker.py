@@ -72,7 +72,7 @@ class Worker:
                     f"to {task}: drop it, or set runner=generate"
                 )
             on_gpu = platform.device.type == "cuda"
-            drafter = make_drafter(settings, int(source.config["vocab_size"]), on_gpu)
+            drafter = make_drafter(settings, source.config, on_gpu)
         self.drafter = drafter if mesh.is_last_stage else None  # where tokens are sampled
         self.limits = resolve_limits(
             config,

@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "deepseek_v3",
         "DeepSeek V3, V3.1 and R1, Kimi K2, Moonlight",
         ("deepseek_v3", "deepseek_v3_halves"),
-        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
+        "Multi-token-prediction (MTP) layers are loaded for speculative decoding.",
     ),
     **_own("Exaone4ForCausalLM", "exaone4", "EXAONE 4", ("exaone4", "exaone4_windowed")),
     **_own(
@@ -56,14 +56,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "glm4_moe",
         "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
         ("glm4_moe", "glm4_moe_unnormed"),
-        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
+        "Multi-token-prediction (MTP) layers are loaded for speculative decoding.",
     ),
     **_own(
         "Glm4MoeLiteForCausalLM",
         "glm4_moe_lite",
         "GLM-4.7-Flash",
         ("glm4_moe_lite",),
-        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
+        "Multi-token-prediction (MTP) layers are loaded for speculative decoding.",
     ),
     **_own(
         "GptOssForCausalLM",
@@ -106,7 +106,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mimo",
         "MiMo 7B",
         ("mimo",),
-        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
+        "Multi-token-prediction (MTP) layers are loaded for speculative decoding.",
     ),
     **_own("MiniMaxM2ForCausalLM", "minimax_m2", "MiniMax-M2, M2.1", ("minimax_m2",)),
     **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
@@ -129,7 +129,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "qwen3_next",
         "Qwen3-Next-80B-A3B",
         ("qwen3_next",),
-        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
+        "Multi-token-prediction (MTP) layers are loaded for speculative decoding.",
     ),
     **_own("SmolLM3ForCausalLM", "smollm3", "SmolLM3", ("smollm3", "smollm3_windowed")),
     **_own(

@@ -54,9 +54,10 @@ class WeightTable:
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """Where a checkpoint has a multi-token-prediction (MTP) layer and its parts, and how they join.
+    """Where a checkpoint has multi-token-prediction (MTP) layers, and how their parts join.
 
-    ``{index}`` stands for the number of the model's layers.
+    ``{depth}`` stands for the number of an MTP layer, from 0, and ``{index}`` for the same counted
+    on from the model's layers. Layers share a part without either.
     """
 
     layer: str
@@ -91,7 +92,7 @@ class Model(nn.Module):
     can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps
     gives_aux: ClassVar[bool] = False  # whether `forward` follows `aux_layers`
     has_stages: ClassVar[bool] = False  # whether it can build the layers of one pipeline stage
-    mtp_layout: ClassVar[MtpLayout | None] = None  # if checkpoints may have such a layer
+    mtp_layout: ClassVar[MtpLayout | None] = None  # if checkpoints may have such layers
 
     def __init__(self) -> None:
         super().__init__()

@@ -196,9 +196,9 @@ class DecoderLM(Model):
         """Layer `index`, called like a DecoderLayer. The caller adds its two results."""
         return DecoderLayer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
-    def mtp_layer(self) -> nn.Module:
+    def mtp_layer(self, depth: int) -> nn.Module:
         """The layer inside a multi-token-prediction (MTP) layer, if there is one."""
-        return self.layer(self.config.num_layers)
+        return self.layer(self.config.num_layers + depth)
 
     def sandwich_layer(self, index: int) -> SandwichLayer:
         """Layer `index`, with norms before and after attention and MLP."""

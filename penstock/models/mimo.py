@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.models.base import MtpLayout
 from penstock.models.qwen2 import Qwen2ForCausalLM
 
-_LAYER = "model.mtp_layers.0"
+_LAYER = "model.mtp_layers.{depth}"
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
@@ -17,10 +17,10 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     )
     mtp_layout = MtpLayout(
         layer=_LAYER,
-        embedding_norm=f"{_LAYER}.token_layernorm",
-        hidden_norm=f"{_LAYER}.hidden_layernorm",
-        projection=f"{_LAYER}.input_proj",
-        norm=f"{_LAYER}.final_layernorm",
+        embedding_norm=_LAYER + ".token_layernorm",
+        hidden_norm=_LAYER + ".hidden_layernorm",
+        projection=_LAYER + ".input_proj",
+        norm=_LAYER + ".final_layernorm",
         hidden_first=True,
         passes_normed=True,
     )

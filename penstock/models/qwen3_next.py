@@ -69,7 +69,7 @@ class Qwen3NextForCausalLM(DecoderLM):
         renamed={r"\.linear_attn\.": ".self_attn."},
     )
     mtp_layout = MtpLayout(
-        layer="mtp.layers.0",
+        layer="mtp.layers.{depth}",
         embedding_norm="mtp.pre_fc_norm_embedding",
         hidden_norm="mtp.pre_fc_norm_hidden",
         projection="mtp.fc",
@@ -96,9 +96,9 @@ class Qwen3NextForCausalLM(DecoderLM):
             mixer = GatedAttention(self.build, name, self.config, self.rotary)
         return DecoderLayer(mixer, self.mlp(index), self.norm(), self.norm())
 
-    def mtp_layer(self) -> DecoderLayer:
+    def mtp_layer(self, depth: int) -> DecoderLayer:
         """With attention, and its own numbering: it is the first layer of its kind."""
-        name = f"model.layers.{self.config.num_layers}"
+        name = f"model.layers.{self.config.num_layers + depth}"
         mixer = GatedAttention(self.build, name, self.config, self.rotary)
         return DecoderLayer(mixer, self.mlp(0), self.norm(), self.norm())
 

@@ -71,7 +71,7 @@ SPECULATION: list[dict[str, Any]] = [
     {"method": "custom", "model": "drafters:AtRandom"},
 ]
 WITH_EXPERTS = ("deepseek_v2_lite", "qwen3_next")
-TARGETS_WITH_MTP = ("mimo", "qwen3_next")
+TARGETS_WITH_MTP = {"mimo": 2, "qwen3_next": 1}  # layers
 NUM_ADAPTERS = 3  # more than slots
 FIRST_TOKEN = 9  # after all special tokens
 IMAGE = [5, 7, 6]  # the placeholder and what surrounds it
@@ -159,8 +159,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if with_images:
         path = make_vision_checkpoint(folder, request.param)
     else:
-        make = make_target if request.param in TARGETS_WITH_MTP else make_checkpoint
-        path = make(folder, request.param, vocab_size=VOCAB_SIZE)
+        make, options = make_checkpoint, {}
+        if request.param in TARGETS_WITH_MTP:
+            make, options = make_target, {"num_mtp_layers": TARGETS_WITH_MTP[request.param]}
+        path = make(folder, request.param, vocab_size=VOCAB_SIZE, **options)
         make_byte_tokenizer().save(str(path / "tokenizer.json"))
         (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
     cases = some_cases(random.Random(request.param), 14, with_images)

@@ -142,7 +142,7 @@ def test_rows_of_prompts_take_keys_and_values_only(
     """The head's output is needed where drafts begin, once per request."""
     drafter, rows = Watched(head[0]), list[int]()
     with open_llm(tiny_llama, drafter=drafter) as llm:
-        for name, module in drafter._head.named_modules():  # type: ignore[attr-defined]
+        for name, module in drafter.model.named_modules():
             if name.endswith(("o_proj", "mlp")):
                 module.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
         llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drafters import Recording
 from mtp_targets import TARGETS, Plain, make_target
+from safetensors.torch import load_file, save_file
 from tiny_engine import open_llm
 from tiny_models import make_checkpoint
 
@@ -36,7 +39,18 @@ HYBRID = {
 
 
 @pytest.mark.parametrize(
-    ("variant", "settings"), [*((each, {}) for each in TARGETS), ("qwen3_next", HYBRID)]
+    ("variant", "settings"),
+    [
+        *((each, {}) for each in TARGETS),
+        ("qwen3_next", HYBRID),
+        ("deepseek_v3", {"num_mtp_layers": 3}),
+        ("mimo", {"num_mtp_layers": 2}),  # the first makes the last draft, too
+        *(
+            pytest.param(each, {"num_mtp_layers": 2}, marks=pytest.mark.slow)
+            for each in TARGETS
+            if each != "mimo"
+        ),
+    ],
 )
 def test_drafts_are_those_of_a_plain_computation(
     variant: str, settings: dict[str, Any], tmp_path: Path
@@ -57,6 +71,60 @@ def test_drafts_are_those_of_a_plain_computation(
         for _ in range(2):  # the second time from the prefix cache
             assert [run(llm), run(llm, **drawn)] == expected
         assert llm.engine.speculation_stats().num_draft_tokens > 50
+
+
+def make_right(folder: Path, num_layers: int) -> Path:
+    """A model that counts, and MTP layers that are right if each takes the turn that is its own.
+
+    Nothing is added to the embeddings, so a hidden state is that of its token. MTP layer i moves
+    the i-th share of a hidden state on by one token, into the next share. The output head reads
+    them all.
+    """
+    target = make_target(folder, "mimo", num_layers)
+    config = json.loads((target / "config.json").read_text())
+    size, vocab_size = config["hidden_size"], config["vocab_size"]
+    width = size // (num_layers + 1) // 2 * 2
+    angles = torch.arange(vocab_size)[:, None] * torch.arange(1, width // 2 + 1)
+    angles = angles * (2 * torch.pi / vocab_size)
+    points = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(
+        1
+    )  # of tokens: [vocab, width]
+    following = points.roll(-1, 0)
+    move = torch.linalg.lstsq(points, following).solution.T  # of a token's point to the next one's
+    path = target / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "input_proj.weight")):
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1)
+    embedding = torch.zeros(vocab_size, size)
+    embedding[:, :width] = points
+    tensors["model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"] = torch.zeros(vocab_size, size)
+    for share in range(num_layers + 1):
+        own = slice(share * width, (share + 1) * width)
+        tensors["lm_head.weight"][:, own] = points.roll(1, 0)
+        if share < num_layers:
+            onto = slice(own.stop, own.stop + width)
+            projection = tensors[f"model.mtp_layers.{share}.input_proj.weight"]
+            projection[onto, own] = move  # the hidden state comes before the embedding
+    save_file(tensors, path, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}])
+def test_drafts_of_layers_that_are_right_are_all_accepted(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    target = make_right(tmp_path, 3)
+    config = {"method": "mtp", "adaptive": False}
+    with open_llm(target, speculative_config=config, **options) as llm:
+        assert llm.engine.limits.num_drafts == 3, "one of each layer, unless told otherwise"
+        for tokens in run(llm, max_tokens=13):
+            assert tokens == [(tokens[0] + i) % 256 for i in range(13)]
+        found = llm.engine.speculation_stats()
+    assert found.num_accepted_tokens == found.num_draft_tokens == 3 * 3 * 3
 
 
 @pytest.mark.slow

@@ -138,9 +138,14 @@ class RecordingMtp(Recording, MtpDrafter):
     pass
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3", "mimo"])
-def test_an_mtp_layer_drafts_what_a_plain_computation_says(variant: str, tmp_path: Path) -> None:
-    target = make_target(tmp_path, variant)
+@pytest.mark.parametrize(
+    ("variant", "num_layers"),
+    [("glm4_moe", 1), ("deepseek_v3", 1), ("mimo", 1), ("mimo", 2), ("deepseek_v3", 3)],
+)
+def test_mtp_layers_draft_what_a_plain_computation_says(
+    variant: str, num_layers: int, tmp_path: Path
+) -> None:
+    target = make_target(tmp_path, variant, num_layers)
     expected = tokens(run(target, GREEDY, device="cuda"))
     drafter = RecordingMtp(3)
     common: dict[str, Any] = {**SETTINGS, "dtype": "float32", "device": "cuda"}

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from penstock.config import SpeculativeSettings
 from penstock.runner.drafter import Drafter
 
 
-def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = False) -> Drafter:
-    """Only the method that is used is imported. Raises `ConfigError`."""
+def make_drafter(
+    settings: SpeculativeSettings, target: Mapping[str, Any], on_gpu: bool = False
+) -> Drafter:
+    """For the target with this config.json. Only the method that is used is imported.
+
+    Raises `ConfigError`.
+    """
     if settings.method == "ngram":
         sizes = (settings.num_tokens, settings.prompt_lookup_min, settings.prompt_lookup_max)
         if on_gpu:
@@ -30,9 +38,9 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         least = settings.suffix_decoding_min_token_prob
         return SuffixDrafter(settings.num_tokens, rules, PastOutputs(max_requests), least)
     if settings.method == "mtp":
-        from penstock.runner.drafters.mtp import MtpDrafter
+        from penstock.runner.drafters.mtp import MtpDrafter, num_layers
 
-        return MtpDrafter(settings.num_tokens)
+        return MtpDrafter(settings.num_speculative_tokens or num_layers(target))
     assert settings.model is not None, "checked by the settings"
     if settings.method == "draft_model":
         from penstock.runner.drafters.draft_model import DraftModelDrafter
@@ -52,4 +60,4 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         return MedusaDrafter(settings.model, settings.num_tokens)
     from penstock.runner.drafters.custom import CustomDrafter
 
-    return CustomDrafter(settings.model, settings.num_tokens, vocab_size)
+    return CustomDrafter(settings.model, settings.num_tokens, int(target["vocab_size"]))

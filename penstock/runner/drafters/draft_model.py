@@ -204,7 +204,9 @@ class DraftModelDrafter(ModelDrafter):
         self._mark_full(batch, known.num_valid, reached)
         return order, logits
 
-    def begin(self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor) -> None:
+    def begin(
+        self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor, num_drafts: int
+    ) -> None:
         """On the device, for the loop: note who lacks nothing before the last token."""
         tables = self._tables
         nobody = len(self._num_done) - 1

@@ -55,7 +55,7 @@ class EagleHeadDrafter(HeadDrafter):
         assert isinstance(head, Eagle | Eagle3)
         setup.check_sizes(f"the {self.what} head {self._name}", head, head.target_size)
         head.share()
-        self._head = head
+        self._heads = [head]
         self.use(head, dtypes.kv, setup.max_rows, max_model_len)
 
 

@@ -88,7 +88,7 @@ class DraftLoop:
     def _compute(self, size: int, num_drafts: int, kind: SamplingKind) -> torch.Tensor:
         drafter = self._drafter
         slots, room = self._sent[:size], self._sent[size : 2 * size]
-        drafter.begin(slots, self._last_rows[:size], room)
+        drafter.begin(slots, self._last_rows[:size], room, num_drafts)
         num_rows = num_drafts + drafter.keeps_last
         options: dict[str, torch.Tensor] = {}
         if drafter.vocabulary is not None:

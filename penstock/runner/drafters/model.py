@@ -96,7 +96,9 @@ class ModelDrafter(Drafter):
         """The tokens that may be drafted; None: all of the target's."""
         return None
 
-    def begin(self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor) -> None:
+    def begin(
+        self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor, num_drafts: int
+    ) -> None:
         """Drafts of these requests follow, see `DraftStep` and `DraftBatch`. Slot -1 is padding."""
 
     def compute(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Hidden:

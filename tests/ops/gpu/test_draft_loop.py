@@ -77,10 +77,11 @@ def draft(
 
 
 @pytest.mark.slow
-def test_an_mtp_layer_drafts_on_the_way_of_a_gpu_as_plainly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[int]
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_mtp_layers_draft_on_the_way_of_a_gpu_as_plainly(
+    num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[int]
 ) -> None:
-    target = make_target(tmp_path, "mimo")
+    target = make_target(tmp_path, "mimo", num_layers)
     drafter = RecordingMtp(3)
     with monkeypatch.context() as patch:
         patch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])

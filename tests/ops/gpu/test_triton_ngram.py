@@ -72,7 +72,7 @@ def test_a_long_text_is_shared_by_several_programs(monkeypatch: pytest.MonkeyPat
 
 def test_a_gpu_has_a_drafter_of_its_own() -> None:
     settings = SpeculativeSettings.parse({"method": "ngram", "num_speculative_tokens": 4})
-    drafter = make_drafter(settings, vocab_size=99, on_gpu=True)
+    drafter = make_drafter(settings, {"vocab_size": 99}, on_gpu=True)
     assert isinstance(drafter, DeviceNgramDrafter)
     assert (drafter.num_drafts, drafter.is_on_host) == (4, False)
-    assert not isinstance(make_drafter(settings, vocab_size=99), DeviceNgramDrafter)
+    assert not isinstance(make_drafter(settings, {"vocab_size": 99}), DeviceNgramDrafter)

@@ -186,10 +186,10 @@ def test_drafts_are_those_of_the_plain_rules(
 
 def test_a_gpu_has_a_drafter_of_its_own() -> None:
     settings = SpeculativeSettings.parse({"method": "suffix", "num_speculative_tokens": 4})
-    drafter = make_drafter(settings, vocab_size=99, on_gpu=True)
+    drafter = make_drafter(settings, {"vocab_size": 99}, on_gpu=True)
     assert isinstance(drafter, DeviceSuffixDrafter)
     assert (drafter.num_drafts, drafter.is_on_host) == (4, False)
-    assert not isinstance(make_drafter(settings, vocab_size=99), DeviceSuffixDrafter)
+    assert not isinstance(make_drafter(settings, {"vocab_size": 99}), DeviceSuffixDrafter)
 
 
 def test_salts_are_told_apart() -> None:
