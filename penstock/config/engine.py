@@ -370,11 +370,6 @@ class EngineConfig:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
         if self.lora.enable_lora and self.parallel.enable_eplb:
             raise ConfigError("enable_lora and enable_eplb cannot be combined: drop one of them")
-        if self.lora.enable_lora and self.parallel.num_lanes > 1:
-            raise ConfigError(
-                "enable_lora does not work with experts that are spread over replicas: drop "
-                "enable_expert_parallel, or use tensor_parallel_size instead of data_parallel_size"
-            )
         self.speculative.check_ranks(self.parallel.tensor_parallel_size)
 
     @classmethod

@@ -89,6 +89,16 @@ class Mesh:
         return self.ep.size > self.tp.size
 
     @property
+    def num_lanes(self) -> int:
+        """Replicas with different tokens among the ranks that experts are spread over."""
+        return self.ep.size // self.tp.size if self.spans_replicas else 1
+
+    @property
+    def lane(self) -> int:
+        """The number of this rank's replica among them."""
+        return self.ep.rank // self.tp.size if self.spans_replicas else 0
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp.rank == 0
 

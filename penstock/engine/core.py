@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from penstock.executor.base import Executor
 from penstock.kvcache.landmarks import CacheReport
 from penstock.protocol.adapter import Adapter
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_STEP = -1  # the id of a step without a plan
 STALLED_WAIT_S = 0.001  # polling interval while all requests wait at a gate or for adapters
 
 
@@ -190,16 +187,16 @@ class EngineCore:
         """Plan the next step."""
         return self.scheduler.schedule(), self.scheduler.take_deltas()
 
-    def launch_step(self, plan: StepPlan, joins: bool = False) -> list[EngineDelta]:
-        """Launch a planned step. `joins`: other replicas compute, even if this one does not."""
+    def launch_step(self, plan: StepPlan) -> list[EngineDelta]:
+        """Launch a planned step."""
         if self.watcher is not None:
             self.watcher.begin(plan)
-        return self._launch(msgspec.structs.replace(plan, joins=True) if joins else plan)
+        return self._launch(plan)
 
-    def join_step(self, joins: bool) -> None:
-        """Launch a step without a plan, because other replicas have one."""
+    def join_step(self, plan: StepPlan) -> None:
+        """Launch a step that this core did not plan, because other replicas have one."""
         self._has_joined = True
-        self.executor.launch(StepPlan(step_id=NO_STEP, scheduled=[], joins=joins))
+        self.executor.launch(plan)
 
     def end_step(self, plan: StepPlan | None, deltas: Sequence[EngineDelta]) -> list[EngineDelta]:
         """Collect the oldest step if the queue is full or nothing was launched.
@@ -208,8 +205,7 @@ class EngineCore:
         """
         if self._has_joined:
             self._has_joined = False
-            self.executor.collect()
-            return []
+            return self.scheduler.finish_jobs(self.executor.collect().finished_jobs)
         ended: list[EngineDelta] = []
         queue_is_full = len(self._in_flight) >= self.limits.max_in_flight
         if self._in_flight and (plan is None or queue_is_full):

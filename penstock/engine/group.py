@@ -7,15 +7,22 @@ together. If a rank fails, the engine does, and all replicas are restarted with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import fields
+
+import msgspec
 
 from penstock.engine.core import EngineCore, StepWatcher
 from penstock.executor.interrupts import interrupts_held
 from penstock.executor.lanes import LaneExecutor
+from penstock.protocol.adapter import Adapter, AdapterJob
 from penstock.protocol.delta import EngineDelta
+from penstock.protocol.media import MediaJob
 from penstock.protocol.request import EngineRequest
-from penstock.protocol.step import StepPlan
+from penstock.protocol.step import Job, StepPlan
 from penstock.scheduler.stats import AdapterStats, SchedulerStats, SpeculationStats
+
+NO_STEP = -1  # the id of a step without a plan
 
 
 class EngineGroup(EngineCore):
@@ -73,13 +80,21 @@ class EngineGroup(EngineCore):
         return deltas
 
     def _launch_all(self, plans: Sequence[StepPlan | None]) -> list[EngineDelta]:
+        """Launch a step in all replicas, with the jobs of all: adapters change shared experts."""
         computes = any(plan is not None and plan.scheduled for plan in plans)
+        shared: list[Job] = [
+            msgspec.structs.replace(job, lane=lane)
+            for lane, plan in enumerate(plans)
+            for job in ([] if plan is None else plan.jobs)
+            if isinstance(job, AdapterJob)
+        ]
         deltas: list[EngineDelta] = []
         for core, plan in zip(self.cores, plans, strict=True):
             if plan is None:
-                core.join_step(computes)
-            else:
-                deltas += core.launch_step(plan, joins=computes)
+                core.join_step(StepPlan(step_id=NO_STEP, scheduled=[], jobs=shared, joins=computes))
+                continue
+            jobs = [*shared, *(job for job in plan.jobs if isinstance(job, MediaJob))]
+            deltas += core.launch_step(msgspec.structs.replace(plan, jobs=jobs, joins=computes))
         return deltas
 
     def _publish_kv_events(self) -> None:
@@ -96,8 +111,33 @@ class EngineGroup(EngineCore):
         sums["kv_cache_usage"] /= len(stats)
         return SchedulerStats(**sums)
 
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        return all_done([core.load_adapter(adapter) for core in self.cores])
+
+    def pin_adapter(self, adapter: Adapter) -> Future[None]:
+        return all_done([core.pin_adapter(adapter) for core in self.cores])
+
+    def unload_adapter(self, digest: str) -> None:
+        for core in self.cores:
+            core.unload_adapter(digest)
+
     def adapter_stats(self) -> AdapterStats | None:
-        return None
+        """Each replica has its own slots and copies."""
+        stats = [own for core in self.cores if (own := core.adapter_stats()) is not None]
+        if not stats:
+            return None
+        return AdapterStats(
+            max_loras=stats[0].max_loras,
+            running=sorted({name for own in stats for name in own.running}),
+            waiting=sorted({name for own in stats for name in own.waiting}),
+            num_copies=sum(own.num_copies for own in stats),
+            num_loads=sum(own.num_loads for own in stats),
+            num_evictions=sum(own.num_evictions for own in stats),
+            num_placements=sum(own.num_placements for own in stats),
+            num_waits=sum(own.num_waits for own in stats),
+            longest_wait_s=max(own.longest_wait_s for own in stats),
+            most_overtakes=max(own.most_overtakes for own in stats),
+        )
 
     def speculation_stats(self) -> SpeculationStats | None:
         stats = [own for core in self.cores if (own := core.speculation_stats()) is not None]
@@ -120,3 +160,18 @@ class EngineGroup(EngineCore):
         self._why_over = self._why_over or "the engine is closed"
         for core in self.cores:
             core.close()
+
+
+def all_done(parts: Sequence[Future[None]]) -> Future[None]:
+    """Done once all parts are. It fails as the first of them that does."""
+    whole = Future[None]()
+
+    def settle(_: Future[None]) -> None:
+        if all(part.done() for part in parts) and not whole.done():
+            errors = (part.exception() for part in parts)
+            error = next((error for error in errors if error is not None), None)
+            whole.set_result(None) if error is None else whole.set_exception(error)
+
+    for part in parts:
+        part.add_done_callback(settle)
+    return whole

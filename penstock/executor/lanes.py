@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from penstock.config import EngineConfig
 from penstock.executor.multi_process import MultiProcessExecutor
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
@@ -36,7 +38,11 @@ class LaneExecutor(MultiProcessExecutor):
         """A lane's result. The first lane that asks waits for all: they end a step together."""
         if not self._collected:
             results: list[StepResult] = self._call("collect")
-            self._collected = {lane.ranks.start: results[lane.ranks.start] for lane in self.lanes}
+            ended = self._finished_jobs.merge([result.finished_jobs for result in results])
+            for number, lane in enumerate(self.lanes):
+                first = lane.ranks.start
+                jobs = [job for job in ended if job.lane == number]
+                self._collected[first] = msgspec.structs.replace(results[first], finished_jobs=jobs)
         return self._collected.pop(ranks.start)
 
 

@@ -16,7 +16,7 @@ from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.layers.expert_share import has_experts
-from penstock.layers.lora import AdapterWeights, make_slots
+from penstock.layers.lora import AdapterWeights, guest_slots, make_slots
 from penstock.layers.recurrent import recurrent_layers
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
@@ -146,7 +146,12 @@ class Worker:
             return read_adapter(adapter.path, model, lora.max_lora_rank, dtype, adapter.digest)
 
         tower = model.tower_prefix if isinstance(model, VisionModel) else None
-        return AdapterStore(slots, lora.max_loras, read, tower)
+        guests = [
+            AdapterStore(guest_slots(slots, lane), lora.max_loras, read, None, lane, (), slots)
+            for lane in range(self.mesh.num_lanes)
+            if lane != self.mesh.lane
+        ]
+        return AdapterStore(slots, lora.max_loras, read, tower, self.mesh.lane, guests)
 
     def start(self, layout: KVCacheLayout, limits: StepLimits) -> None:
         """Allocate the cache and the runner's tables. `limits` fit the size of the cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,9 +88,17 @@ def make_slots(
             module.adapter = slots[name] = kind(name, module, num_slots, max_rank, dtype)
         elif isinstance(module, Experts):
             own = f"{name}.experts"
-            module.adapter = slots[own] = ExpertSlots(own, module, max_rank, dtype)
+            module.adapter = slots[own] = ExpertSlots(own, module, num_slots, max_rank, dtype)
     slots.update(add_vocab_slots(model, num_slots, max_rank, dtype))
     return slots
+
+
+def guest_slots(slots: Mapping[str, LayerSlots], lane: int) -> dict[str, LayerSlots]:
+    """Another replica's slots on this rank, of `make_slots`: those of experts, which it shares."""
+    from penstock.layers.lora_experts import ExpertSlots, GuestSlots  # it imports this module
+
+    shared = [(name, own) for name, own in slots.items() if isinstance(own, ExpertSlots)]
+    return {name: GuestSlots(own, lane) for name, own in shared}
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ and go through their experts one matmul after the other. All other rows stay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from penstock.layers.context import current_adapters
+from penstock.layers.context import adapter_context, current_adapters
+from penstock.layers.expert_exchange import no_slots
 from penstock.layers.experts import Experts, ExpertWeights, PackedExperts
 from penstock.layers.lora import AdapterWeights, LinearSlots, OwnPart
 from penstock.layers.matrix import MatrixLayer
@@ -26,18 +28,25 @@ RunRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ExpertSlots:
-    """The adapters of a layer's routed experts (`Experts.adapter`)."""
+    """The adapters of a layer's routed experts (`Experts.adapter`).
 
-    def __init__(self, name: str, layer: Experts, max_rank: int, dtype: torch.dtype) -> None:
+    Replicas that share experts have slots of their own, which they fill at different times. A row
+    that goes to another replica's expert names its replica's slot, counted over all of them.
+    """
+
+    def __init__(
+        self, name: str, layer: Experts, num_slots: int, max_rank: int, dtype: torch.dtype
+    ) -> None:
         experts = layer.experts
         assert isinstance(experts, ExpertWeights | PackedExperts), "the weights are loaded"
         self.name = name
         self.config = layer.config
         self.build = layer.build
+        self.num_slots = num_slots  # of a replica
         self.max_rank = max_rank
         self.dtype = dtype
         self._experts = experts
-        self._by_slot: dict[int, dict[Key, LinearSlots]] = {}
+        self._by_slot: dict[int, dict[Key, LinearSlots]] = {}  # of all replicas
 
     @property
     def needs_rows(self) -> bool:
@@ -67,6 +76,28 @@ class ExpertSlots:
         if len(rest):
             output[rest] = run(x[rest], weights[rest], ids[rest]).to(output.dtype)
         return output
+
+    def slots_of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The slots of this step's rows, counted over all replicas: [n] int32."""
+        step = current_adapters()
+        if step is None:
+            return no_slots(x)
+        return torch.where(step.slots < 0, step.slots, step.slots + self._first(self._lane))
+
+    def run_received(
+        self,
+        slots: torch.Tensor,  # of the rows
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        run: RunRows,
+    ) -> torch.Tensor:
+        """As `__call__`, for rows of any replicas."""
+        if not self._by_slot:
+            return run(x, weights, ids)
+        step = self.build.ops.group_rows(slots, self._first(self.build.mesh.num_lanes))
+        with adapter_context(step):
+            return self(x, weights, ids, run)
 
     def _run(
         self,
@@ -114,6 +145,11 @@ class ExpertSlots:
         return shares
 
     def place(self, slot: int, own: Shares | None) -> None:
+        self.place_for(self._lane, slot, own)
+
+    def place_for(self, lane: int, slot: int, own: Shares | None) -> None:
+        """Put an adapter into a slot of some replica."""
+        slot += self._first(lane)
         self._by_slot.pop(slot, None)
         if own is None:
             return
@@ -123,10 +159,36 @@ class ExpertSlots:
             slots.place(0, parts)
         self._by_slot[slot] = placed
 
+    @property
+    def _lane(self) -> int:
+        return self.build.mesh.lane
+
+    def _first(self, lane: int) -> int:
+        """The number of a replica's first slot."""
+        return lane * self.num_slots
+
     def _slots_of(self, expert: int, matrix: str) -> LinearSlots:
         """One slot for one matrix. Memory is taken only for the adapters that are there."""
         layer = _Matrix(self._experts, expert, matrix)
         return LinearSlots(self.name, layer, 1, self.max_rank, self.dtype)
+
+
+@dataclass(frozen=True)
+class GuestSlots:
+    """Another replica's adapter slots, of the experts on this rank."""
+
+    slots: ExpertSlots
+    lane: int
+
+    def prepare(self, weights: AdapterWeights) -> Shares | None:
+        return self.slots.prepare(weights)
+
+    def place(self, slot: int, own: Shares | None) -> None:
+        self.slots.place_for(self.lane, slot, own)
+
+    @property
+    def needs_rows(self) -> bool:
+        return self.slots.needs_rows
 
 
 class _Matrix(MatrixLayer):

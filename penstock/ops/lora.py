@@ -34,7 +34,7 @@ class AdapterStep:
 
     def take(self, rows: torch.Tensor | slice) -> AdapterStep:
         """The step of these rows alone."""
-        return adapter_step(self.slots[rows].long().numpy(), len(self.starts) - 1)
+        return group_rows(self.slots[rows], len(self.starts) - 1)
 
 
 def adapter_step(slots: npt.NDArray[np.int64], num_slots: int) -> AdapterStep:
@@ -149,3 +149,8 @@ class EmbeddingSlots(LoraSlots):
 # The ops. Those of an embedding have tokens for the input features.
 lora_slots = LoraSlots
 embedding_slots = EmbeddingSlots
+
+
+def group_rows(slots: torch.Tensor, num_slots: int) -> AdapterStep:
+    """The step of rows with these slots: [num_rows] int32, -1: none."""
+    return adapter_step(slots.long().numpy(), num_slots)

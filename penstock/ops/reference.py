@@ -11,7 +11,7 @@ from penstock.ops.delta_net import gated_delta_rule
 from penstock.ops.experts import experts, route
 from penstock.ops.gguf import gguf_embed, gguf_experts, gguf_linear, prepare_gguf, stack_gguf
 from penstock.ops.latent_attention import latent_attention, write_latent
-from penstock.ops.lora import embedding_slots, lora_slots
+from penstock.ops.lora import embedding_slots, group_rows, lora_slots
 from penstock.ops.mamba2 import mamba2_scan
 from penstock.ops.quantized import (
     fp4_linear,
@@ -55,6 +55,7 @@ __all__ = [
     "gguf_embed",
     "gguf_experts",
     "gguf_linear",
+    "group_rows",
     "int8_linear",
     "latent_attention",
     "layer_norm",

@@ -40,23 +40,26 @@ class LoRARequest:
         return self.lora_int_id
 
 
-class FetchAdapter(msgspec.Struct, frozen=True, tag=True):
+class FetchAdapter(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Begin to load an adapter into host memory, beside the steps. Ends as a `FinishedJob`."""
 
     adapter: Adapter
+    lane: int = 0  # of the replica whose requests use it: see `LaneExecutor`
 
 
-class PlaceAdapter(msgspec.Struct, frozen=True, tag=True):
+class PlaceAdapter(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Copy an adapter from host memory into a device slot, before the step."""
 
     digest: str
     slot: int
+    lane: int = 0
 
 
-class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+class DropAdapter(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Free an adapter's host memory. Its device slots stay valid."""
 
     digest: str
+    lane: int = 0
 
 
 AdapterJob = FetchAdapter | PlaceAdapter | DropAdapter
@@ -68,3 +71,4 @@ class FinishedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str
     error: str | None = None  # why it failed, for the client
     changes_tower: bool = False  # the embeddings of media depend on the adapter
+    lane: int = 0  # of the replica that gave the job

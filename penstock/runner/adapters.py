@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ class AdapterStore:
     Adapters are read in a thread, beside the steps. A failure there becomes a text for the client.
     Steps and placements run in one thread and on one stream, so a placed slot is read by the steps
     after it and by none before.
+
+    Replicas that share experts each have a store on every rank: with the adapters of its requests,
+    in all layers or, as a guest on another replica's rank, in the experts there.
     """
 
     def __init__(
@@ -41,12 +44,18 @@ class AdapterStore:
         num_slots: int,
         read: Callable[[Adapter], AdapterWeights],
         tower: str | None = None,  # the module that encodes media
+        lane: int = 0,  # of the replica
+        guests: Sequence[AdapterStore] = (),  # on this rank, by lane
+        changeable: Container[str] | None = None,  # layers, also on other ranks; None: `slots`
     ) -> None:
         self.num_slots = num_slots
         self._slots = slots
         self._needs_rows = False
         self._read = read
         self._tower = tower
+        self.lane = lane
+        self._by_lane = {store.lane: store for store in (self, *guests)}
+        self._changeable = slots if changeable is None else changeable
         self._lock = threading.Lock()  # held for all that follows
         self._fetches: deque[Adapter] = deque()  # the first one is being read
         self._shares: dict[str, Shares] = {}  # by digest
@@ -55,16 +64,20 @@ class AdapterStore:
 
     def run(self, jobs: Sequence[AdapterJob]) -> None:
         for job in jobs:
+            store = self._by_lane[job.lane]
             if isinstance(job, FetchAdapter):
-                self._fetch(job.adapter)
+                store._fetch(job.adapter)
             elif isinstance(job, PlaceAdapter):
-                self._place(job)
+                store._place(job)
             else:
                 assert isinstance(job, DropAdapter)
-                self._drop(job.digest)
+                store._drop(job.digest)
 
     def take_finished(self) -> list[FinishedJob]:
         """The fetches that have ended since the last call."""
+        return [job for store in self._by_lane.values() for job in store._take_finished()]
+
+    def _take_finished(self) -> list[FinishedJob]:
         with self._lock:
             finished, self._finished = self._finished, []
         return finished
@@ -142,14 +155,14 @@ class AdapterStore:
                     continue
                 changed = self._shares.get(adapter.digest, ())
                 changes_tower = any(name.startswith(f"{self._tower}.") for name in changed)
-                self._finished.append(FinishedJob(adapter.digest, error, changes_tower))
+                self._finished.append(FinishedJob(adapter.digest, error, changes_tower, self.lane))
 
     @torch.inference_mode()
     def _load(self, adapter: Adapter) -> Shares:
         weights = self._read(adapter)
         changed = {name for name, _ in weights.linear}
         changed.update(weights.embedding, weights.replaced, weights.experts)
-        if missing := sorted(changed.difference(self._slots)):
+        if missing := sorted(name for name in changed if name not in self._changeable):
             raise AdapterError(
                 f"the adapter {adapter.name!r} changes {missing[0]}, which adapters cannot change "
                 "in this engine: serve it merged into the model instead (penstock merge)"

@@ -299,10 +299,10 @@ class Adapters:
             answer.set_exception(InputError(error, "lora_path"))
         return [(state, error) for state in entry.queue.in_order()]
 
-    def fail_fetches(self, error: str) -> list[tuple[RequestState, str]]:
-        """Give up all fetches under way. Returns as `finish`."""
+    def failed_fetches(self, error: str) -> list[FinishedJob]:
+        """For `finish`, to give up all fetches under way."""
         fetching = [digest for digest, e in self._copies.items() if e.copy is Copy.FETCHING]
-        return [item for digest in fetching for item in self.finish(FinishedJob(digest, error))]
+        return [FinishedJob(digest, error) for digest in fetching]
 
     def reset(self, lost: Iterable[Job]) -> None:
         """Workers were reset and no request runs. `lost` are the jobs of steps that may not have

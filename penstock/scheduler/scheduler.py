@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.kvcache.manager import KVCacheManager
+from penstock.protocol.adapter import FinishedJob
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import ConfigError, InputError, waited_too_long
 from penstock.protocol.kv import UNBOUNDED
@@ -111,10 +112,6 @@ class Scheduler:
     ) -> list[EngineDelta]:
         """End requests now, waiting or running. Unknown ids are ignored."""
         return [self._end(state, reason, stop_reason) for state in self._known(request_ids)]
-
-    def fail(self, request_ids: Iterable[str], error: str) -> list[EngineDelta]:
-        """End requests with an error. Unknown ids are ignored."""
-        return [self._fail(state, error) for state in self._known(request_ids)]
 
     @property
     def num_unfinished(self) -> int:
@@ -308,8 +305,7 @@ class Scheduler:
         """
         deltas = []
         if failure is not None and not self._in_flight[0].states:
-            failed_fetches = self.adapters.fail_fetches("the engine failed")
-            deltas = [self._fail(state, error, "model") for state, error in failed_fetches]
+            deltas = self.finish_jobs(self.adapters.failed_fetches("the engine failed"))
         elif failure is not None:
             failed = self._in_flight[0]
             suspects = [state for state in failed.states if not state.is_finished]
@@ -366,14 +362,17 @@ class Scheduler:
                 deltas.append(EngineDelta(request_id=item.request_id, token_ids=item.token_ids))
             elif state.incarnation == planned.incarnation and not state.is_finished:
                 deltas += self._apply(state, planned, item)
-        for job in result.finished_jobs:
-            failed_fetches = self.adapters.finish(job)
-            deltas += [self._fail(state, error, "model") for state, error in failed_fetches]
+        deltas += self.finish_jobs(result.finished_jobs)
         self._end_trial(step)
         self.speculation.record_time(step)
         if result.results:
             self._retries.count_good_step()
         return deltas
+
+    def finish_jobs(self, jobs: Iterable[FinishedJob]) -> list[EngineDelta]:
+        """Jobs that ran beside the steps have ended. Returns the deltas of requests that failed."""
+        failed = [item for job in jobs for item in self.adapters.finish(job)]
+        return [self._fail(state, error, "model") for state, error in failed]
 
     def _apply(
         self, state: RequestState, planned: ScheduledRequest, result: RequestResult

@@ -120,6 +120,13 @@ def test_a_job_has_ended_once_all_ranks_have_reported_it() -> None:
     assert jobs.merge([[], []]) == []
 
 
+def test_a_job_that_two_replicas_gave_ends_for_each_of_them() -> None:
+    jobs, first, second = FinishedJobs(), FinishedJob("x"), FinishedJob("x", lane=1)
+    assert jobs.merge([[second], [first]]) == []
+    assert jobs.merge([[], [second]]) == [second]
+    assert jobs.merge([[first], []]) == [first]
+
+
 def test_one_rank_that_has_the_tower_tells_that_an_adapter_changes_it() -> None:
     tells = FinishedJob("x", changes_tower=True)
     assert FinishedJobs().merge([[tells], [FinishedJob("x")]]) == [tells]

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from drafters import Oracle
 from eagle_heads import make_eagle, make_head
-from lora.adapters import make_adapter
+from lora.adapters import STACKED, make_adapter
 from medusa_heads import make_heads
 from mtp_targets import make_target
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
@@ -57,13 +57,19 @@ GRAMMARS = [
     Structured(json_object=True),
     Structured(regex="[0-9]{5}", reasoning_end="7"),
 ]
-ADAPTED = {  # the layers that adapters change
-    "llama": "all-linear",
-    "qwen2_windowed": ["q_proj", "v_proj", "down_proj"],
-    "deepseek_v2_lite": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
-    "qwen3_next": ["q_proj", "out_proj", "o_proj"],
-    "mimo": ["q_proj", "o_proj", "down_proj"],
-    WITH_IMAGES: ["q_proj", "o_proj", "down_proj"],
+ADAPTED: dict[str, dict[str, Any]] = {  # the layers that adapters change
+    "llama": {"target_modules": "all-linear"},
+    "qwen2_windowed": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "deepseek_v2_lite": {
+        "target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
+        "target_parameters": STACKED,
+    },
+    "qwen3_next": {
+        "target_modules": ["q_proj", "out_proj", "o_proj"],
+        "target_parameters": STACKED,
+    },
+    "mimo": {"target_modules": ["q_proj", "o_proj", "down_proj"]},
+    WITH_IMAGES: {"target_modules": ["q_proj", "o_proj", "down_proj"]},
 }
 SPECULATION: list[dict[str, Any]] = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
@@ -201,7 +207,7 @@ def some_speculation(path: Path, variant: str) -> list[dict[str, Any]]:
 def some_adapter(checkpoint: Path, variant: str, seed: int) -> Adapter:
     folder = checkpoint / f"adapter-{seed}"
     auto = "AutoModelForImageTextToText" if variant == WITH_IMAGES else "AutoModelForCausalLM"
-    make_adapter(folder, checkpoint, seed, auto, r=4, target_modules=ADAPTED[variant])
+    make_adapter(folder, checkpoint, seed, auto, r=4, **ADAPTED[variant])
     return Adapter(folder.name, adapter_digest(folder), str(folder))
 
 

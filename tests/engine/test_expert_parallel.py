@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lora.adapters import FLAVOURS, make_flavour
 from tiny_engine import OPTIONS, open_llm, random_prompts
 from tiny_models import make_checkpoint
 
@@ -16,7 +18,10 @@ from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.group import EngineGroup
 from penstock.executor.multi_process import MultiProcessExecutor
-from penstock.protocol.errors import ConfigError, EngineDeadError
+from penstock.loading.adapters.source import adapter_digest
+from penstock.protocol.adapter import Adapter, LoRARequest
+from penstock.protocol.errors import ConfigError, EngineDeadError, InputError
+from penstock.scheduler.stats import AdapterStats
 
 PROMPTS = random_prompts(22, 3, 17, 40)
 PARAMS = [
@@ -198,10 +203,72 @@ def children(pid: int, module: str) -> list[int]:
     return [int(own) for own in pids if module in Path(f"/proc/{own}/cmdline").read_text()]
 
 
-def test_adapters_of_replicas_that_share_experts_are_refused() -> None:
-    options = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_lora": True}
-    with pytest.raises(ConfigError, match="enable_lora does not work with experts that are spread"):
-        EngineConfig.from_options(options)
+def generate_with(llm: LLM, adapters: Sequence[LoRARequest | None]) -> list[list[int]]:
+    """Each adapter's tokens, all at once."""
+    prompts = random_prompts(5, *[17] * len(adapters))
+    lora = list(adapters)
+    outputs = llm.generate(prompts, PARAMS[0], use_tqdm=False, lora_request=lora)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def step_until_loaded(llm: LLM, adapter: Adapter) -> None:
+    load = llm.engine.load_adapter(adapter)
+    while not load.done():
+        llm._step()
+    load.result()
+
+
+@pytest.mark.parametrize(
+    ("flavour", "options"),
+    [
+        ("stacked_experts", {}),
+        pytest.param("stacked_experts", GATHERED, marks=pytest.mark.slow),
+        pytest.param("stacked_experts", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("stacked_transposed", {"cpu_backend": "torch"}, marks=pytest.mark.slow),
+        pytest.param("shared_expert", GATHERED, marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_that_share_experts_give_each_request_its_adapters_tokens(
+    tmp_path: Path, flavour: str, options: dict[str, Any]
+) -> None:
+    """More adapters than slots, which replicas fill at different times. Also if only one replica
+    uses an adapter; and adapters are loaded and unloaded while nothing runs."""
+    checkpoint = make_checkpoint(tmp_path / "model", FLAVOURS[flavour].variant)
+    folders = [make_flavour(tmp_path / f"{n}", checkpoint, flavour, seed=n) for n in range(3)]
+    first, *others = (LoRARequest(folder.name, 1, str(folder)) for folder in folders)
+    mixed = [first, None, *others, None, first, first, *others]
+    settings: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_num_seqs": 3, **IN_CHUNKS}
+    with open_llm(checkpoint, **settings) as llm:
+        expected = generate_with(llm, mixed)
+        alone = generate_with(llm, [first])
+        assert generate_with(llm, [None]) != alone
+    spread = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    with open_llm(checkpoint, **settings, **spread, **options) as llm:
+        assert isinstance(llm.engine, EngineGroup)
+        assert generate_with(llm, [first]) == alone
+        assert [stats.num_placements for stats in all_stats(llm)] == [1, 0]
+        for _ in range(2):
+            assert generate_with(llm, mixed) == expected
+        assert all(stats.num_placements > 1 for stats in all_stats(llm))
+        adapter = Adapter("ahead", adapter_digest(folders[0]), str(folders[0]))
+        step_until_loaded(llm, adapter)
+        llm.engine.unload_adapter(adapter.digest)
+        while llm.engine.has_work():
+            llm._step()
+        assert [stats.num_copies for stats in all_stats(llm)] == [0, 0]
+        assert generate_with(llm, mixed) == expected
+        stats = llm.engine.adapter_stats()
+        assert stats is not None
+        assert stats.num_loads == sum(own.num_loads for own in all_stats(llm))
+        with pytest.raises(InputError, match="has other weights than when it was registered"):
+            step_until_loaded(llm, Adapter("changed", "another", str(folders[0])))
+
+
+def all_stats(llm: LLM) -> list[AdapterStats]:
+    """Of each replica."""
+    assert isinstance(llm.engine, EngineGroup)
+    stats = [core.adapter_stats() for core in llm.engine.cores]
+    return [own for own in stats if own is not None]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import random
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from stages import local_stages, stages_of
-from structured.byte_model import open_llm
 from test_any_mix import (
-    MAX_MODEL_LEN,
     SPECULATION,
     TEXT_VARIANTS,
     VARIANTS,
@@ -26,7 +23,6 @@ from test_any_mix import (
     engine,
     fail_sometimes,
     model,
-    run_alone,
     some_options,
 )
 
@@ -87,15 +83,10 @@ def test_ranks_give_what_one_gives_alone(model: Model, ranks: dict[str, Any]) ->
 def test_replicas_that_share_experts_give_what_one_rank_gives_alone(
     model: Model, ranks: dict[str, Any]
 ) -> None:
-    """They take no adapters."""
-    with open_llm(str(model.path), max_model_len=MAX_MODEL_LEN, max_num_seqs=2) as llm:
-        alone = [run_alone(llm, case, None) for case in model.cases]
-    model = replace(model, adapters=[None] * len(alone), alone=alone)
     rng = random.Random(7)
-    options = {**some_options(rng, model.specs), **ranks}
-    options |= {"max_loras": 1, "max_cpu_loras": None, "async_scheduling": None}
+    options = {**some_options(rng, model.specs), **ranks, "async_scheduling": None}
     options["speculative_config"] = {**SPECULATION[1], "adaptive": False}
-    with open_llm(str(model.path), max_model_len=MAX_MODEL_LEN, **options) as llm:
+    with engine(model.path, **options) as llm:
         check(llm, model, rng)
 
 

@@ -166,6 +166,29 @@ def test_a_slot_that_cannot_be_filled_ends_the_engine() -> None:
         store.run([PlaceAdapter("digest-unknown", 0)])
 
 
+def test_replicas_that_share_a_layer_have_slots_and_copies_of_their_own() -> None:
+    """The layers that they do not share are not asked for."""
+    names = ["layer", "experts"]
+    own = {name: Recorder() for name in names}
+    guest = Recorder()
+
+    def read(one: Adapter) -> AdapterWeights:
+        return weights(3.0)
+
+    others = AdapterStore({"experts": guest}, 2, read, lane=0, changeable=own)
+    store = AdapterStore(own, 2, read, lane=1, guests=[others])
+    store.run([FetchAdapter(adapter("a"), lane=1), FetchAdapter(adapter("a"), lane=0)])
+    reports = finish(store, 2)
+    assert sorted(job.lane for job in reports) == [0, 1]
+    assert [job.error for job in reports] == [None, None]
+    jobs = [PlaceAdapter("digest-a", 1, lane=1), DropAdapter("digest-a", lane=1)]
+    store.run([*jobs, PlaceAdapter("digest-a", 0, lane=0)])
+    assert own["layer"].placed == {1: 3.0}
+    assert list(own["experts"].placed) == [1]
+    assert list(guest.placed) == [0]
+    assert (store.digests, others.digests) == (set(), {"digest-a"})
+
+
 def test_an_idle_store_has_no_thread() -> None:
     store, _ = store_of(lambda one: weights(1.0))
     store.run([FetchAdapter(adapter("a")), FetchAdapter(adapter("b"))])

@@ -144,13 +144,6 @@ def test_a_stop_text_found_by_the_frontend_ends_a_request_with_it():
     assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, "\n\n")
 
 
-def test_fail_ends_requests_with_an_error():
-    scheduler = scheduler_of()
-    scheduler.add(long_request("a"))
-    (delta,) = scheduler.fail(["a", "unknown"], "the model is gone")
-    assert (delta.finish_reason, delta.error) == (FinishReason.ERROR, "the model is gone")
-
-
 @pytest.mark.parametrize(
     ("request_", "field"),
     [

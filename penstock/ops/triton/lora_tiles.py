@@ -91,13 +91,18 @@ class DeviceAdapterStep(AdapterStep):
         return self
 
     def only(self, num_rows: int) -> DeviceAdapterStep:
-        return DeviceAdapterStep.empty(self.slots.new_zeros(num_rows), 1).group()
+        return group_rows(self.slots.new_zeros(num_rows), 1)
 
     def take(self, rows: torch.Tensor | slice) -> DeviceAdapterStep:
         """The step of these rows alone."""
         if isinstance(rows, slice) and rows == slice(0, len(self.slots)):
             return self
-        return DeviceAdapterStep.empty(self.slots[rows], len(self.starts) - 1).group()
+        return group_rows(self.slots[rows], len(self.starts) - 1)
+
+
+def group_rows(slots: torch.Tensor, num_slots: int) -> DeviceAdapterStep:
+    """See `penstock.ops.lora`. The host does not wait."""
+    return DeviceAdapterStep.empty(slots, num_slots).group()
 
 
 @triton.jit

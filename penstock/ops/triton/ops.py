@@ -13,6 +13,7 @@ from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.lora import embedding_slots, lora_slots
+from penstock.ops.triton.lora_tiles import group_rows
 from penstock.ops.triton.packed import fp4_linear, table_linear, w4_linear, w8_linear
 from penstock.ops.triton.packed_experts import fp4_experts, table_experts, w4_experts, w8_experts
 from penstock.ops.triton.packed_layout import prepare_fp4, prepare_table, prepare_w4
@@ -41,6 +42,7 @@ __all__ = [
     "gguf_embed",
     "gguf_experts",
     "gguf_linear",
+    "group_rows",
     "int8_linear",
     "latent_attention",
     "layer_norm",
