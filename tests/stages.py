@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 from unittest.mock import patch
 
@@ -27,15 +27,17 @@ from penstock.protocol.step import StepMasks, StepPlan, StepResult, settled
 class QueueLink(StageLink):
     """A link over queues, one in front of each stage."""
 
-    def __init__(self, stages: RankGroup, queues: list[deque[torch.Tensor]]) -> None:
-        super().__init__(stages, torch.device("cpu"))
+    def __init__(
+        self, stages: RankGroup, device: torch.device, queues: list[deque[torch.Tensor]]
+    ) -> None:
+        super().__init__(stages, device)
         self._queues = queues
 
     def _receive(self, tensor: torch.Tensor) -> None:
         tensor.copy_(self._queues[self._stages.rank].popleft())
 
     def _send(self, tensor: torch.Tensor) -> None:
-        self._queues[self._stages.rank + 1].append(tensor.clone())
+        self._queues[self._stages.rank + 1].append(tensor)
 
 
 class LocalStages:
@@ -52,6 +54,7 @@ class LocalStages:
         self.queues: list[deque[torch.Tensor]] = [deque() for _ in self.workers]
         self.capabilities = merge_capabilities([w.capabilities() for w in self.workers], size)
         self._jobs = FinishedJobs()
+        self.metrics = [Counter[str]() for _ in self.workers]
 
     def launch(self, plan: StepPlan) -> None:
         for worker in self.workers:
@@ -64,6 +67,8 @@ class LocalStages:
 
     def collect(self) -> StepResult:
         results = [worker.collect() for worker in self.workers]
+        for own, of_stage in zip(self.metrics, results, strict=True):
+            own.update(of_stage.metrics)
         jobs = self._jobs.merge([result.finished_jobs for result in results])
         result = results[-1]
         if result.failure is None:
@@ -73,8 +78,8 @@ class LocalStages:
         return msgspec.structs.replace(result, finished_jobs=jobs)
 
     def call(self, method: str, *args: Any) -> Any:
-        def link(stages: RankGroup, device: torch.device) -> StageLink:
-            return QueueLink(stages, self.queues)
+        def link(stages: RankGroup, device: torch.device, via_host: bool) -> StageLink:
+            return QueueLink(stages, device, self.queues)
 
         if method == "reset":
             self._jobs.clear()
@@ -96,6 +101,10 @@ def local_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stages_of(llm: LLM) -> list[Worker]:
+    return executor_of(llm).workers
+
+
+def executor_of(llm: LLM) -> LocalStages:
     executor = llm.engine.executor
     assert isinstance(executor, LocalStages)
-    return executor.workers
+    return executor

@@ -35,11 +35,14 @@ class StageLink:
     Every step with rows crosses each link once, even if it failed or was skipped: so both ends stay
     in step. A header says on the host what follows on the device. A sender does not wait for the
     receiver.
+
+    `via_host`: states on a GPU go through the host's memory, as Gloo takes no others.
     """
 
-    def __init__(self, stages: RankGroup, device: torch.device) -> None:
+    def __init__(self, stages: RankGroup, device: torch.device, via_host: bool = False) -> None:
         self._stages = stages
         self._device = device
+        self._carrier = torch.device("cpu") if via_host else device
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # must live until they arrive
         self._owes = False  # whether the next stage has heard nothing of this step yet
 
@@ -65,19 +68,16 @@ class StageLink:
         if failure != _NONE:
             raise EarlierStageFailed(_FAILURES[failure])
         shape = (num_states, num_rows, num_columns)
-        states = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device).unbind()
-        for each in states:
-            self._receive(each)
-        return states
+        states = torch.empty(shape, dtype=_DTYPES[dtype], device=self._carrier)
+        self._receive(states)
+        return states.to(self._device).unbind()
 
     def send(self, states: States) -> None:
-        """Hand states on to the next stage. They must not be changed any more."""
+        """Hand copies of states on to the next stage."""
+        copies = torch.stack(states).to(self._carrier)
         self._owes = False
-        x = states[0]
-        assert all((each.shape, each.dtype) == (x.shape, x.dtype) for each in states), "alike"
-        self._send(torch.tensor([_NONE, len(states), *x.shape, _DTYPES.index(x.dtype)]))
-        for each in states:
-            self._send(each.contiguous())
+        self._send(torch.tensor([_NONE, *copies.shape, _DTYPES.index(copies.dtype)]))
+        self._send(copies)
 
     def send_failure(self, failure: StepFailure) -> None:
         """Tell the next stage, if it still waits for this step's states, that there are none."""

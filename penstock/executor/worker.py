@@ -159,7 +159,8 @@ class Worker:
         if self.mesh.pp.size > 1:
             draft_specs = self.drafter.kv_specs() if self.drafter is not None else {}
             layout = layout.of_layers({**self.model.kv_specs(self.dtypes.kv), **draft_specs})
-            link = StageLink(self.mesh.pp, self.platform.device)
+            via_host = self.platform.backend == "gloo"
+            link = StageLink(self.mesh.pp, self.platform.device, via_host)
         self.runner = ModelRunner(
             self.model,
             self.model.vocab_size,
@@ -172,7 +173,6 @@ class Worker:
             capture_graphs=(
                 self.model.can_capture
                 and not self.config.device.enforce_eager
-                and self.mesh.pp.size == 1
                 and not self.mesh.spans_replicas  # the host waits for where tokens go
             ),
             dtype=self.dtypes.compute,

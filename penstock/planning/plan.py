@@ -379,8 +379,8 @@ def assumptions(plan: Plan) -> Iterable[str]:
         )
     if any(_partition(own).is_eager for own in plan.splits):
         yield (
-            "Pipeline stages, and experts that are spread over replicas, run without CUDA graphs: "
-            "launching a kernel is assumed to take 8 us."
+            "Engines whose experts are spread over replicas run without CUDA graphs: launching a "
+            "kernel is assumed to take 8 us."
         )
     yield (
         "Prefix caching, drafts and what adapters and images cost in time are left out, and the "

@@ -63,7 +63,7 @@ class Partition:
     @property
     def is_eager(self) -> bool:
         """Whether steps are launched kernel by kernel, not as CUDA graphs."""
-        return self.pp > 1 or self.num_lanes > 1
+        return self.num_lanes > 1
 
     def mesh(self, stage: int) -> Mesh:
         """The first rank of a stage."""

@@ -15,6 +15,9 @@ with adapters that need the host, such as those of experts, also run without pad
 steps with prompts that have media. A step without
 adapters has graphs of its own, which know nothing of them, and so has one that the drafter does not
 observe.
+
+On a pipeline stage behind the first, a padded step reads what the stage before hands on from
+buffers that do not move either. Receiving and sending are no part of a graph.
 """
 
 from __future__ import annotations
@@ -97,6 +100,10 @@ class DeviceSteps:
         shard = model.vocab_shard if has_logits else None
         shape = (num_logits if has_logits else 0, vocab_size if shard is None else shard.width)
         self.logits = torch.zeros(shape, dtype=dtype, device=tables.device)
+        # What an earlier pipeline stage hands on, of the rows of a padded step.
+        most = max(self._decode_sizes[-1], self._max_verified, *self._mixed_sizes)
+        handed = (model.num_handed, most, model.hidden_size)
+        self._handed = torch.zeros(handed, dtype=dtype, device=tables.device)
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
         self._recurrent = recurrent_layers(model)
         self._last_bucket: Bucket | None = None  # of the last step
@@ -190,14 +197,23 @@ class DeviceSteps:
         if bucket not in self._captured and self.pool.is_due(bucket):
             self._capture(bucket)
         self.buffers.send(layout)
+        self._take(handed, bucket.num_rows)
         if bucket not in self._captured:
             self.metrics["eager_steps"] += 1
             has_decodes = bucket.width > 1 or layout.num_decodes > 0
-            return self._compute(bucket, replace(self._inputs(bucket, has_decodes), handed=handed))
+            return self._compute(bucket, self._inputs(bucket, has_decodes))
         self.metrics["graph_steps"] += 1
         graph, hidden = self._captured[bucket]
         graph.replay()
         return hidden
+
+    def _take(self, handed: States | None, num_rows: int) -> None:
+        """Copy what an earlier pipeline stage hands on to its buffers, with zeros for padding."""
+        if handed is None:
+            return
+        for buffer, states in zip(self._handed, handed, strict=True):
+            buffer[: len(states)] = states
+            buffer[len(states) : num_rows] = 0
 
     def _capture(self, bucket: Bucket) -> None:
         started = time.perf_counter()
@@ -206,12 +222,13 @@ class DeviceSteps:
             return self._compute(bucket, self._inputs(bucket))
 
         self.buffers.null_step()
+        self._handed.zero_()
         compute()  # compile kernels before the capture
         self._captured[bucket] = self.pool.capture(compute)
         logger.debug("Captured %s in %.3f s", bucket, time.perf_counter() - started)
 
     def _inputs(self, bucket: Bucket, has_decodes: bool = True) -> ForwardInputs:
-        return self.buffers.inputs(
+        inputs = self.buffers.inputs(
             bucket,
             # Without decodes, their kernel has no work. Skipping it saves a first prompt its
             # compilation.
@@ -220,6 +237,9 @@ class DeviceSteps:
             any_order=not bucket.decode,
             decode_rows=bucket.width,
         )
+        if not len(self._handed):
+            return inputs
+        return replace(inputs, handed=self._handed[:, : bucket.num_rows].unbind())
 
     def _compute(
         self, bucket: Bucket, inputs: ForwardInputs, media: StepMedia | None = None

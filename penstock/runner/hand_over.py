@@ -12,6 +12,7 @@ from penstock.models.base import Hidden
 from penstock.protocol.step import NewRequest, RequestResult, Settled, StepMasks
 from penstock.runner.forward import StepBatch
 from penstock.runner.layout import StepLayout
+from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import IntArray, RequestTables
 
 
@@ -33,7 +34,8 @@ class HandOver:
         pass
 
     def begin(self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None) -> None:
-        self._link.send(hidden.handed)
+        num_rows = batch.layout.num_rows  # without padding, which other stages may have less of
+        self._link.send(tuple(states[:num_rows] for states in hidden.handed))
 
     def finish(self, pending: None, batch: StepBatch, masks: StepMasks | None) -> None:
         pass
@@ -69,14 +71,16 @@ class HandOver:
     ) -> None:
         tables, device = self._tables, self._tables.device
         lengths = [len(text) for text in texts]
-        offsets = [offset for length in lengths for offset in range(length)]
-        token_ids = [token for text in texts for token in text]
-        where = torch.from_numpy(np.repeat(slots, lengths)).to(device)
-        columns = tables.num_tokens[where].long() + torch.tensor(offsets, device=device)
-        tables.token_ids[where, columns] = torch.tensor(token_ids, device=device).int()
-        rows = torch.from_numpy(slots).to(device)
-        tables.num_tokens[rows] += torch.from_numpy(num_new).to(device, torch.int32)
-        tables.num_computed[rows] -= torch.from_numpy(num_rejected).to(device, torch.int32)
+        of_tokens = [
+            np.repeat(slots, lengths),
+            [offset for length in lengths for offset in range(length)],
+            [token for text in texts for token in text],
+        ]
+        where, offsets, token_ids = to_device(np.array(of_tokens, dtype=np.int64), device)
+        rows, added, rejected = to_device(np.array([slots, num_new, num_rejected]), device)
+        tables.token_ids[where, tables.num_tokens[where].long() + offsets] = token_ids.int()
+        tables.num_tokens[rows] += added.int()
+        tables.num_computed[rows] -= rejected.int()
 
     def reset(self) -> None:
         self._expected.clear()

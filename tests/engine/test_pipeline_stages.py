@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from eagle_heads import make_eagle, make_head
 from mtp_targets import make_target
-from stages import local_stages, stages_of
+from stages import QueueLink, local_stages, stages_of
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
 
@@ -25,6 +26,8 @@ from penstock.runner.drafters.head import HeadDrafter
 
 __all__ = ["local_stages"]
 pytestmark = pytest.mark.usefixtures("local_stages")
+
+CPU = torch.device("cpu")
 
 SHORT = ["llama_tied_biased", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_next", "gpt_oss"]
 LONG = ["llama", "mixtral", "mamba2", "falcon_h1", "llama4", "olmo2", "cohere", "starcoder2"]
@@ -161,6 +164,19 @@ def test_routed_experts_need_a_model_with_experts(stages: int, tmp_path: Path) -
         open_llm(make_checkpoint(tmp_path, "llama"), **options)
 
 
+def test_states_on_their_way_do_not_change_with_the_next_step() -> None:
+    """Which overwrites what the graphs of a GPU have computed."""
+    queues: list[deque[torch.Tensor]] = [deque(), deque()]
+    first, second = (QueueLink(RankGroup(rank, 2), CPU, queues) for rank in range(2))
+    states = tuple(torch.full((3, 4), float(value)) for value in (1, 2, 3))
+    first.send(states)
+    for each in states:
+        each.zero_()
+    received = second.receive()
+    assert received is not None
+    assert [each.unique().tolist() for each in received] == [[1.0], [2.0], [3.0]]
+
+
 def test_a_stage_has_its_layers_and_nothing_else(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", num_hidden_layers=5)
     with open_llm(checkpoint, pipeline_parallel_size=3, cpu_backend="torch") as llm:
@@ -214,7 +230,7 @@ def test_steps_in_flight_share_the_requests(tmp_path: Path) -> None:
 
 def build_of(stages: int) -> Build:
     mesh = Mesh(pp=RankGroup(0, stages))
-    return Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=mesh)
+    return Build(torch.float32, CPU, 64, Ops("cpu"), mesh=mesh)
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks on a GPU, two of which share the one that is there.
+"""Tensor-parallel ranks and pipeline stages on a GPU, two of which share the one that is there.
 
 NCCL refuses that. Peer memory does not, if torch is told to allow it. Gloo takes what is larger.
 """
@@ -52,7 +52,7 @@ def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def find(config: EngineConfig) -> tuple[EngineConfig, ModelSource]:
         config, source = find_model(config)
-        if config.parallel.tensor_parallel_size == 2:
+        if config.parallel.num_ranks == 2:
             config = replace(config, device=replace(config.device, device_ids=(0, 0)))
         return config, source
 
@@ -90,6 +90,16 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_with_graphs_give_one_ranks_tokens(qwen3: Path, params: list[Any]) -> None:
     expected = tokens(run(qwen3, params))
     found, steps = run_ranks(qwen3, params)
+    assert found == expected
+    assert steps["graph_steps"] > steps["eager_steps"]
+
+
+@pytest.mark.usefixtures("shared_gpu")
+@pytest.mark.parametrize("params", [SHARDED, MIXED], ids=["sharded", "mixed"])
+def test_two_stages_with_graphs_give_one_ranks_tokens(qwen3: Path, params: list[Any]) -> None:
+    """Two steps are in flight, one on each stage. The last stage counts its steps."""
+    expected = tokens(run(qwen3, params))
+    found, steps = run_ranks(qwen3, params, tensor_parallel_size=1, pipeline_parallel_size=2)
     assert found == expected
     assert steps["graph_steps"] > steps["eager_steps"]
 

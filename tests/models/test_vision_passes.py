@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from replay_pool import ReplayPool
 from tiny_vision import make_vision_checkpoint
 from vision_variants import VARIANTS
 
@@ -108,25 +109,6 @@ def test_the_largest_pass_is_run_to_measure_it(
     assert seen == [17 * 17]
 
 
-class ReplayPool:
-    """Stands in for a pool of CUDA graphs: a replay computes again into the same tensors."""
-
-    enabled = True
-
-    def __init__(self) -> None:
-        self.num_captured = self.num_replayed = 0
-
-    def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
-        self.num_captured += 1
-        rows = torch.zeros_like(compute())  # what is captured does not run
-
-        def replay() -> None:
-            self.num_replayed += 1
-            rows.copy_(compute())
-
-        return SimpleNamespace(replay=replay), rows
-
-
 def images(model: VisionModel, *sizes: int) -> list[MediaInputs]:
     """Items of random pixels: tiles of a `TileTower`, or squares on a side of others."""
     tower, found = model.tower, []
@@ -149,7 +131,7 @@ def images(model: VisionModel, *sizes: int) -> list[MediaInputs]:
 def test_passes_whose_shapes_repeat_are_captured(name: str, tmp_path: Path) -> None:
     """With the same rows as before, whatever the pixels."""
     model, _ = load(tmp_path, name)
-    pool: Any = ReplayPool()
+    pool = ReplayPool()
     graphs = EncoderGraphs(model.tower, pool)
     for number, sizes in enumerate([(2, 3), (2, 3), (2, 3), (4,), (2, 3)]):
         items = images(model, *sizes)
@@ -162,7 +144,7 @@ def test_passes_whose_shapes_repeat_are_captured(name: str, tmp_path: Path) -> N
 @torch.inference_mode()
 def test_tiles_are_padded_to_few_numbers(tmp_path: Path) -> None:
     model, _ = load(tmp_path, "idefics3")
-    pool: Any = ReplayPool()
+    pool = ReplayPool()
     graphs = EncoderGraphs(model.tower, pool)
     for sizes in ((5,), (1, 4), (6,), (2, 1, 3)):  # all padded to 6
         items = images(model, *sizes)
@@ -183,7 +165,7 @@ def test_graphs_are_few_and_of_small_passes(
     model, _ = load(tmp_path, "qwen2_vl")
     monkeypatch.setattr(encoder_graphs, "MAX_GRAPHS", 2)
     monkeypatch.setattr(encoder_graphs, "MAX_SHAPES", 3)
-    pool: Any = ReplayPool()
+    pool = ReplayPool()
     graphs = EncoderGraphs(model.tower, pool)
 
     def encode(*sizes: int) -> None:
@@ -195,7 +177,7 @@ def test_graphs_are_few_and_of_small_passes(
     encode(4, 1, 2, 2)
     assert pool.num_captured == 2
     monkeypatch.setattr(encoder_graphs, "MAX_PADDED_WORK", 1.0)
-    large: Any = ReplayPool()
+    large = ReplayPool()
     graphs = EncoderGraphs(model.tower, large)
     encode(1, 1, 1)
     assert large.num_captured == 0

@@ -19,13 +19,13 @@ from tiny_models import make_checkpoint
 from without_kv import encode, forget
 
 from penstock import LLM, SamplingParams
-from penstock.executor.in_process import InProcessExecutor
 from penstock.ops import registry
 from penstock.ops.verification import Verified
 from penstock.runner.drafter import Drafter
 from penstock.runner.generation import GenerationHead
 from penstock.runner.layout import StepLayout
 from penstock.runner.pooling import PoolingHead
+from penstock.runner.runner import ModelRunner
 from penstock.runner.sampler import SampledTokens, Sampler, SamplingRows
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -99,10 +99,13 @@ class WatchedSteps(DeviceSteps):
 def take_device_path(
     llm: LLM, drafter: Drafter | None = None, vocab_size: int = VOCAB_SIZE
 ) -> WatchedGraphs:
-    """Put the parts that a GPU has into a CPU's runner."""
-    assert isinstance(llm.engine.executor, InProcessExecutor)
-    runner = llm.engine.executor.worker.runner
-    assert runner is not None
+    """Put the parts that a GPU has into the runner of an engine on a CPU."""
+    return use_device_parts(runner_of(llm), drafter, vocab_size)
+
+
+def use_device_parts(
+    runner: ModelRunner, drafter: Drafter | None = None, vocab_size: int = VOCAB_SIZE
+) -> WatchedGraphs:
     num_drafts = 0 if drafter is None else drafter.num_drafts
     tables = DeviceTables(4, 32, runner.tables.groups, CPU, num_drafts)
     steps = WatchedSteps(
@@ -111,7 +114,8 @@ def take_device_path(
         adapters=runner.adapters, drafter=drafter,
     )  # fmt: skip
     sampler = Sampler(tables, vocab_size, CPU, choose_tokens)
-    head = GenerationHead(runner.model, tables, sampler, drafter)
+    reports_drafts = runner.link is not None
+    head = GenerationHead(runner.model, tables, sampler, drafter, reports_drafts=reports_drafts)
     head.graphs = WatchedGraphs(steps.buffers, steps.logits, tables, sampler, steps.pool)
     if runner.memory.layout.is_recurrent:
         head.replay = steps.replay
