@@ -93,7 +93,8 @@ def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any)
     """
     settings = json.loads((target / "config.json").read_text())
     size, heads = settings["hidden_size"], settings["num_attention_heads"]
-    kv = settings.get("num_key_value_heads", heads) * size // heads
+    head_dim = settings.get("head_dim") or size // heads
+    queries, kv = heads * head_dim, settings.get("num_key_value_heads", heads) * head_dim
     inner = settings["intermediate_size"]
     generator = torch.Generator().manual_seed(6)
 
@@ -102,10 +103,10 @@ def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any)
 
     tensors = {
         "fc.weight": rand(size, 2 * size),
-        "layers.0.self_attn.q_proj.weight": 2 * rand(size, size),
+        "layers.0.self_attn.q_proj.weight": 2 * rand(queries, size),
         "layers.0.self_attn.k_proj.weight": 2 * rand(kv, size),
         "layers.0.self_attn.v_proj.weight": rand(kv, size),
-        "layers.0.self_attn.o_proj.weight": rand(size, size),
+        "layers.0.self_attn.o_proj.weight": rand(size, queries),
         "layers.0.post_attention_layernorm.weight": 1 + 0.2 * rand(1, size)[0],
         "layers.0.mlp.gate_proj.weight": rand(inner, size),
         "layers.0.mlp.up_proj.weight": rand(inner, size),
@@ -115,7 +116,7 @@ def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any)
         tensors["embed_tokens.weight"] = rand(settings["vocab_size"], size)
         tensors["lm_head.weight"] = 4 * rand(settings["vocab_size"], size)
         tensors["fc.bias"] = rand(1, size)[0]
-        for name, rows in (("q", size), ("k", kv), ("v", kv)):
+        for name, rows in (("q", queries), ("k", kv), ("v", kv)):
             tensors[f"layers.0.self_attn.{name}_proj.bias"] = rand(1, rows)[0]
         tensors["norm.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
         tensors["layers.0.input_layernorm.weight"] = torch.ones(size)
