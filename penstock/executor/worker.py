@@ -17,7 +17,6 @@ from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.layers.expert_share import has_experts
 from penstock.layers.lora import AdapterWeights, guest_slots, make_slots
-from penstock.layers.recurrent import recurrent_layers
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
@@ -95,12 +94,6 @@ class Worker:
         self.model, self.dtypes, self.ops = load_model(
             config, source, platform, mesh, self.limits.max_model_len
         )
-        is_on_gpu = platform.device.type == "cuda"
-        if drafter is not None and mesh.pp.size > 1 and is_on_gpu and recurrent_layers(self.model):
-            raise ConfigError(
-                "speculative_config and pipeline_parallel_size > 1 cannot be combined on a GPU for "
-                "models with recurrent layers: drop one, or use tensor_parallel_size"
-            )
         if self.model.media_width:
             from penstock.models.vision import media_limits  # other models need none of it
 

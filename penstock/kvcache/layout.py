@@ -60,7 +60,7 @@ def make_layout(
     if not layout.groups:
         return layout
     layout = msgspec.structs.replace(
-        layout, num_draft_rows=num_draft_rows, num_draft_steps=max(len(stages), 1)
+        layout, num_draft_rows=num_draft_rows, num_draft_steps=1 + len(stages)
     )
     if num_blocks is None:
         assert memory_bytes is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from penstock.layers.build import Build
 from penstock.layers.context import ForwardContext, current_context
 from penstock.layers.linear import Part
 from penstock.layers.loadable import copy_shard
+from penstock.ops.attention import AttentionMetadata
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.recurrent import StateStep
 from penstock.protocol.errors import ConfigError
@@ -98,6 +100,39 @@ def replay_drafts(
         if id(forward) not in steps:
             steps[id(forward)] = forward.drafts.replay(num_accepted)
         layer.replay(context, steps[id(forward)])
+
+
+def keep_drafts(
+    layers: Iterable[RecurrentLayer],
+    context: ForwardContext,
+    num_requests: int,
+    num_rows: int,
+    first_row: int = 0,
+) -> ForwardContext:
+    """For `replay_drafts` after later steps: copies of what these overwrite.
+
+    Of the last requests of the step, which have drafts. Their rows begin at `first_row` of
+    `draft_inputs`.
+    """
+    copies: dict[int, AttentionMetadata] = {}  # by the group's metadata
+    attention, inputs = {}, {}
+    for layer in layers:
+        of_step = context.attention[layer.name]
+        if id(of_step) not in copies:
+            copies[id(of_step)] = AttentionMetadata(
+                query_starts=of_step.query_starts[-num_requests - 1 :].clone(),
+                seq_lens=of_step.seq_lens[-num_requests:].clone(),
+                block_table=of_step.block_table[-num_requests:].clone(),
+                slot_mapping=of_step.slot_mapping[-num_rows:].clone(),
+                num_decodes=0,
+                max_query_len=of_step.max_query_len,
+                max_seq_len=of_step.max_seq_len,
+                num_drafting=num_requests,
+            )
+        attention[layer.name] = copies[id(of_step)]
+        rows = slice(first_row, first_row + num_rows)
+        inputs[layer.name] = tuple(part[rows].clone() for part in context.draft_inputs[layer.name])
+    return replace(context, attention=attention, draft_inputs=inputs, _state_steps={})
 
 
 class CausalConv(nn.Module):

@@ -142,7 +142,9 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     draft_layers: dict[str, AnyKVCacheSpec] = {}  # by name; those in `groups` are not among them
     draft_group: int = 0  # index of the group whose block table the draft layers use
     num_draft_rows: int = 0  # of a step: those of requests with drafts, at most
-    num_draft_steps: int = 1  # in flight: a pipeline stage verifies drafts when they are collected
+    # Steps whose drafts are kept: the last one, and copies of those in flight on a pipeline stage,
+    # which learns what was accepted when they are collected.
+    num_draft_steps: int = 1
 
     def of_layers(self, names: Collection[str]) -> KVCacheLayout:
         """This layout with only some of the layers: a pipeline stage's. All groups stay.

@@ -71,11 +71,13 @@ class DeviceSteps:
         adapters: AdapterStore | None = None,
         drafter: Drafter | None = None,
         media: MediaStore | None = None,
+        keeps_drafts: bool = False,  # see HostSteps
     ) -> None:
         self.model = model
         self.adapters = adapters
         self.drafter = drafter
         self.media = media
+        self.keeps_drafts = keeps_drafts
         self.metrics = Counter[str]()
         num_slots = 0 if adapters is None else adapters.num_slots
         self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts, num_slots)
@@ -127,6 +129,8 @@ class DeviceSteps:
             bucket = replace(bucket, observed=observed)
             hidden = self._run_padded(bucket, layout, handed)
         self._last_bucket = bucket
+        if self.keeps_drafts and layout.has_drafts:
+            batch = batch.keep_drafts(self._recurrent, is_padded=bucket is not None)
         num_logits = len(layout.logits_rows)
         if num_logits == 0 or num_logits > len(self.logits):
             return batch, hidden, None
@@ -138,7 +142,7 @@ class DeviceSteps:
     def replay(self, batch: StepBatch, num_accepted: torch.Tensor) -> None:
         """See `Steps`. A padded step has a graph for this, too."""
         bucket = self._last_bucket
-        if bucket is None:
+        if bucket is None or self.keeps_drafts:
             own = num_accepted[-batch.layout.num_drafting :]
             replay_drafts(self._recurrent, batch.inputs.context, own)
             return

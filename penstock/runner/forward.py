@@ -6,6 +6,7 @@ Eager steps, captured steps and the profiling step differ only in where their in
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +16,12 @@ import torch
 
 from penstock.distributed.stage_link import States
 from penstock.layers.context import ForwardContext, adapter_context, forward_context
-from penstock.layers.recurrent import RecurrentLayer, recurrent_layers, replay_drafts
+from penstock.layers.recurrent import (
+    RecurrentLayer,
+    keep_drafts,
+    recurrent_layers,
+    replay_drafts,
+)
 from penstock.models.base import Hidden, Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.lora import adapter_step
@@ -93,6 +99,13 @@ class StepBatch:
             self.inputs.token_ids, self.logits_rows, self.sampling_rows.slots, self.sample_starts
         )
 
+    def keep_drafts(self, layers: Sequence[RecurrentLayer], is_padded: bool = False) -> StepBatch:
+        """This batch, for `replay` after later steps. Its step was the last one."""
+        num_requests, num_rows = self.layout.num_drafting, self.layout.num_drafting_rows
+        first_row = self.layout.num_rows - num_rows if is_padded else 0
+        context = keep_drafts(layers, self.inputs.context, num_requests, num_rows, first_row)
+        return replace(self, inputs=replace(self.inputs, context=context))
+
 
 class Steps(Protocol):
     metrics: Counter[str]  # since the last collect, by metric name (`observability/metrics.py`)
@@ -109,7 +122,7 @@ class Steps(Protocol):
     def replay(self, batch: StepBatch, num_accepted: torch.Tensor) -> None:
         """Store the states of recurrent layers after the accepted drafts of the last step.
 
-        `num_accepted`: [num_sampling] int32.
+        `num_accepted`: [num_sampling] int32. Of an earlier step if these steps `keeps_drafts`.
         """
 
 
@@ -127,6 +140,7 @@ class HostSteps:
     num_adapter_slots: int = 0
     drafter: Drafter | None = None
     media: MediaStore | None = None
+    keeps_drafts: bool = False  # of recurrent layers: what was accepted is known after later steps
     metrics: Counter[str] = field(default_factory=Counter)
 
     @cached_property
@@ -144,6 +158,8 @@ class HostSteps:
         hidden = forward(self.model, inputs)
         if self.drafter is not None and self.drafter.sees(layout):
             self.drafter.observe(batch.inputs, hidden)
+        if self.keeps_drafts and layout.has_drafts:
+            batch = batch.keep_drafts(self._recurrent)
         return batch, hidden, None
 
     def replay(self, batch: StepBatch, num_accepted: torch.Tensor) -> None:

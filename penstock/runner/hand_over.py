@@ -57,7 +57,8 @@ class HandOver:
         own = [settled[layout.requests[index].request_id] for index in layout.sampling]
         num_new = np.array([len(each.token_ids) for each in own], dtype=np.int64)
         if self.replay is not None and layout.has_drafts:
-            self.replay(batch, torch.from_numpy((num_new - 1).astype(np.int32)))
+            num_accepted = (num_new - 1).astype(np.int32)
+            self.replay(batch, to_device(num_accepted, self._tables.device))
         slots, tenancies = layout.slots[layout.sampling], layout.tenancies[layout.sampling]
         is_same = self._tables.tenancies[slots] == tenancies  # others have new requests by now
         num_rejected = layout.rows_per_sample - num_new

@@ -46,17 +46,13 @@ class KVMemory:
         self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self._state_block_sizes: dict[str, int] = {}
-        # Of each step in flight, in turn.
-        self._draft_inputs: list[dict[str, tuple[torch.Tensor, ...]]] = [
-            {} for _ in range(layout.num_draft_steps)
-        ]
+        self._draft_inputs: dict[str, tuple[torch.Tensor, ...]] = {}  # of the last step
         for group in layout.groups:
             for name, buffer in zip(group.layer_names, self._buffers, strict=False):
                 if isinstance(group.spec, RecurrentSpec):
                     self.states[name] = _view_state(buffer, group.spec)
                     self._state_block_sizes[name] = group.block_size
-                    for kept in self._draft_inputs:
-                        kept[name] = _rows(group.spec, layout.num_draft_rows, device)
+                    self._draft_inputs[name] = _rows(group.spec, layout.num_draft_rows, device)
                 else:
                     self.caches[name] = _view_tokens(buffer, group.spec, group.block_size)
         for name, spec in layout.draft_layers.items():
@@ -77,7 +73,6 @@ class KVMemory:
         adapters: AdapterStep | None = None,
     ) -> ForwardContext:
         """The context of a forward pass over these caches."""
-        self._draft_inputs.append(kept := self._draft_inputs.pop(0))
         attention = {
             name: groups[group] for group, names in enumerate(self.layer_names) for name in names
         }
@@ -88,7 +83,7 @@ class KVMemory:
             token_slots,
             self.states,
             self._state_block_sizes,
-            kept,
+            self._draft_inputs,
             second_segments=self.second_segments,
             adapters=adapters,
         )

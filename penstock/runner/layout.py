@@ -44,6 +44,10 @@ class StepLayout:
         return int(self.starts[end] - self.starts[self.num_decodes])
 
     @property
+    def num_drafting_rows(self) -> int:
+        return int(self.starts[-1] - self.starts[len(self.requests) - self.num_drafting])
+
+    @property
     def max_query_len(self) -> int:
         return int(self.counts.max())
 

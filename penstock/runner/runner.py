@@ -96,7 +96,9 @@ class ModelRunner:
         self.model = model
         self.balancer = balancer
         self.link = link
-        computes_logits = pooler is None and (link is None or link.is_last)
+        is_last = link is None or link.is_last
+        computes_logits = pooler is None and is_last
+        keeps_drafts = not is_last and layout.is_recurrent
         self.drafter = drafter
         self.routed_experts = routed_experts
         self.adapters = adapters
@@ -119,6 +121,7 @@ class ModelRunner:
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
                 has_logits=computes_logits, adapters=adapters, drafter=drafter, media=self.media,
+                keeps_drafts=keeps_drafts,
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
@@ -126,8 +129,9 @@ class ModelRunner:
                 model, self.tables, dtype, capture_graphs, takes_media, num_adapter_slots
             )
             self.steps = HostSteps(
-                model, self.tables, self.memory, num_adapter_slots, drafter, self.media
-            )
+                model, self.tables, self.memory, num_adapter_slots, drafter, self.media,
+                keeps_drafts,
+            )  # fmt: skip
         self.head: Head
         if link is not None and not link.is_last:
             self.head = hand_over = HandOver(link, self.tables)

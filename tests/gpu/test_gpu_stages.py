@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import Oracle
 from eagle_heads import make_eagle, make_head
 from gpu_runs import PROMPTS, SETTINGS, as_inputs, run, run_without_waiting, sampling, tokens
 from mtp_targets import make_target
@@ -15,6 +16,7 @@ from stages import executor_of, local_stages, stages_of
 from test_gpu_engine import CHANGED, MIXED
 from tiny_models import make_checkpoint
 
+from penstock.executor import worker
 from penstock.llm import LLM
 from penstock.protocol.sampling import SamplingParams
 from penstock.runner.device_batch import Bucket
@@ -108,6 +110,24 @@ def test_stages_verify_drafts_with_graphs(method: str, qwen3: Path, tmp_path: Pa
             for buckets in captured(llm):
                 assert any(bucket.decode and bucket.width > 1 for bucket in buckets)
             assert llm.engine.speculation_stats().num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("variant", ["mamba2", "falcon_h1", "qwen3_next"])
+def test_recurrent_layers_in_stages_go_on_from_accepted_drafts(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early stages learn which ones while the next step, of other requests, is in flight."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    expected = tokens(run(checkpoint, GREEDY, device="cuda"))
+    texts = [[*prompt, *own] for prompt, own in zip(PROMPTS, expected, strict=True)]
+    monkeypatch.setattr(worker, "make_drafter", lambda *_: Oracle(texts, 1, 3, wrong_every=3))
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    with open_stages(checkpoint, speculative_config=settings) as llm:
+        for _ in range(2):
+            assert generate(llm, GREEDY) == expected
+        assert_graphs_ran(llm)
+        stats = llm.engine.speculation_stats()
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > stats.num_drafts
 
 
 def test_no_step_of_a_steady_state_waits_for_the_device(qwen3: Path) -> None:

@@ -351,5 +351,10 @@ def test_inputs_of_drafts_are_taken_from_the_memory_and_named_if_it_is_too_small
     assert drafting.draft_input_bytes == 100 * 3 * (8 * 2 + 2 * 4)
     assert drafting.num_blocks == (64_000 - drafting.draft_input_bytes) // layout.block_bytes
     assert drafting.total_bytes <= 64_000 < drafting.total_bytes + layout.block_bytes
+    stages = [(["layer0"], 64_000), (["layer1", "layer2"], 64_000)]
+    staged = make_layout(specs, 4, 64, memory_bytes=64_000, num_draft_rows=100, stages=stages)
+    assert staged.draft_input_bytes == 3 * drafting.draft_input_bytes, (
+        "the last step, two in flight"
+    )
     with pytest.raises(ConfigError, match=r"inputs of drafts take .* num_speculative_tokens"):
         make_layout(specs, 4, 64, memory_bytes=64_000, num_draft_rows=1000)

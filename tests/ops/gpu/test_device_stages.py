@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import Oracle
 from eagle_heads import make_eagle, make_head
 from mtp_targets import make_target
 from replay_pool import ReplayPool
@@ -15,6 +16,7 @@ from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.distributed.stage_link import States
+from penstock.executor import worker
 from penstock.executor.worker import Worker
 from penstock.ops import registry
 from penstock.runner.hand_over import HandOver
@@ -63,8 +65,11 @@ def use_parts_of_early_stage(runner: ModelRunner) -> None:
     runner.steps = DeviceSteps(
         runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=16,
         num_drafts=num_drafts, capture_graphs=False, dtype=torch.float32, has_logits=False,
+        keeps_drafts=runner.memory.layout.is_recurrent,
     )  # fmt: skip
     runner.tables, runner.head = tables, HandOver(runner.link, tables)
+    if runner.memory.layout.is_recurrent:
+        runner.head.replay = runner.steps.replay
 
 
 def steps_of(stage: Worker) -> DeviceSteps:
@@ -130,3 +135,38 @@ def test_stages_replay_their_steps_and_give_one_ranks_tokens(
                 assert any(bucket.width > 1 for bucket in steps._captured if bucket.decode)
             caches = steps.buffers.memory.caches.values()
             assert all(cache.isfinite().all() for cache in caches), "padding reaches the null block"
+
+
+RECURRENT = {
+    "mamba2": {"num_heads": 2, "head_dim": 32, "n_groups": 1},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "mlp_only_layers": [0, 1, 2, 3],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_recurrent_layers_go_on_from_accepted_drafts(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage learns which ones while the next step, of other requests, is in flight."""
+    shape = {**SHAPE, "num_hidden_layers": 2 if variant == "mamba2" else 4, **RECURRENT[variant]}
+    checkpoint = str(make_checkpoint(tmp_path, variant, **shape))
+    prompts = [{"prompt_token_ids": [1 + (i * 7) % 60] * 9} for i in range(5)]
+    params = [sampling(6 + 2 * index, temperature=0.0) for index in range(5)]
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = [
+            output.prompt_token_ids + output.outputs[0].token_ids
+            for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    monkeypatch.setattr(worker, "make_drafter", lambda *_: Oracle(expected, 1, 3, wrong_every=3))
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    with LLM(checkpoint, pipeline_parallel_size=2, speculative_config=drafts, **OPTIONS) as llm:
+        *_, pool_of_last = take_device_path(llm)
+        pool_of_last.enabled = False  # its graphs of accepted drafts may run once only
+        found = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.engine.speculation_stats()
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > stats.num_drafts
+    assert [each.prompt_token_ids + each.outputs[0].token_ids for each in found] == expected
