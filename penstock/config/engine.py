@@ -368,8 +368,6 @@ class EngineConfig:
             raise ConfigError("skip_tokenizer_init and tokenizer cannot be combined: drop one")
         if self.model.skip_tokenizer_init and self.model.chat_template is not None:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
-        if self.lora.enable_lora and self.parallel.enable_eplb:
-            raise ConfigError("enable_lora and enable_eplb cannot be combined: drop one of them")
         self.speculative.check_ranks(self.parallel.tensor_parallel_size)
 
     @classmethod

@@ -133,7 +133,8 @@ class Worker:
         dtype = self.dtypes.compute
         if lora.lora_dtype != "auto":
             dtype = getattr(torch, lora.lora_dtype)
-        slots = make_slots(model, lora.max_loras, lora.max_lora_rank, dtype)
+        experts_move = self.config.parallel.enable_eplb
+        slots = make_slots(model, lora.max_loras, lora.max_lora_rank, dtype, experts_move)
 
         def read(adapter: Adapter) -> AdapterWeights:
             return read_adapter(adapter.path, model, lora.max_lora_rank, dtype, adapter.digest)

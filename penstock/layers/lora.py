@@ -71,7 +71,11 @@ class LayerSlots(Protocol):
 
 
 def make_slots(
-    model: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype
+    model: nn.Module,
+    num_slots: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    experts_move: bool = False,  # between ranks, while adapters are in slots
 ) -> dict[str, LayerSlots]:
     """Give every layer that adapters can change its slots. Returns them by the module's name."""
     from penstock.layers.experts import Experts  # these modules import this one
@@ -87,8 +91,8 @@ def make_slots(
             kind = TowerSlots if module.encodes_media else LinearSlots
             module.adapter = slots[name] = kind(name, module, num_slots, max_rank, dtype)
         elif isinstance(module, Experts):
-            own = f"{name}.experts"
-            module.adapter = slots[own] = ExpertSlots(own, module, num_slots, max_rank, dtype)
+            own, args = f"{name}.experts", (num_slots, max_rank, dtype, experts_move)
+            module.adapter = slots[own] = ExpertSlots(own, module, *args)
     slots.update(add_vocab_slots(model, num_slots, max_rank, dtype))
     return slots
 
@@ -159,17 +163,15 @@ class LinearSlots:
         updates = [None if share is None else self._update(part, share) for part, share in parts]
         self.slots.place(slot, updates)
 
-    def own_part(self, part: str, delta: PartDelta) -> OwnPart:
-        """This rank's share of a part's delta."""
+    def own_part(self, part: str, delta: PartDelta, with_norms: bool = True) -> OwnPart:
+        """This rank's share of a part's delta. Without norms, `place` computes them."""
         layer = self.layer
         rows, columns = layer.shard_of(part)
         magnitude = squared_norms = None
         if delta.magnitude is not None:
             magnitude = delta.magnitude[rows].float().clone()
-            a, b = delta.a[:, columns].float(), delta.b[rows].float()
-            base = layer.method.floats(layer, part)
-            update = b.to(base.device) @ a.to(base.device)
-            squared_norms = update.add_(base).square_().sum(1).cpu()
+            if with_norms:
+                squared_norms = self._squared_norms(part, delta.a[:, columns], delta.b[rows])
         # With split input, a bias must enter the sum over ranks only once.
         has_bias = delta.bias is not None and (not layer.split_input or layer.build.tp.rank == 0)
         return OwnPart(
@@ -180,13 +182,20 @@ class LinearSlots:
             delta.bias[rows].float().clone() if has_bias and delta.bias is not None else None,
         )
 
+    def _squared_norms(self, part: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Of the rows of W + b a in this rank's columns: [out_features], on the host."""
+        base = self.layer.method.floats(self.layer, part)
+        update = b.float().to(base.device) @ a.float().to(base.device)
+        return update.add_(base).square_().sum(1).cpu()
+
     def _update(self, part: str, own: OwnPart) -> PartUpdate:
         layer = self.layer
         multiplier, shift = None, own.bias
         if own.magnitude is not None:
-            assert own.squared_norms is not None
-            device = layer.build.device
-            norms = own.squared_norms.to(device, copy=True)
+            norms, device = own.squared_norms, layer.build.device
+            if norms is None:
+                norms = self._squared_norms(part, own.a, own.b.T)
+            norms = norms.to(device, copy=True)
             if layer.split_input:
                 norms = layer.build.tp.all_reduce(norms)
             multiplier = own.magnitude.to(device) / norms.sqrt()

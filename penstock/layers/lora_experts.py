@@ -23,7 +23,7 @@ from penstock.ops.lora import AdapterStep
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 Key = tuple[int, str]  # expert, and one of PARTS
-Shares = dict[Key, list[OwnPart | None]]
+Shares = dict[Key, list[OwnPart | None]]  # by the experts' numbers
 RunRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -32,10 +32,19 @@ class ExpertSlots:
 
     Replicas that share experts have slots of their own, which they fill at different times. A row
     that goes to another replica's expert names its replica's slot, counted over all of them.
+
+    Where experts move between ranks, every rank keeps an adapter's share of all experts on the
+    host, and fills the slots of those that it holds.
     """
 
     def __init__(
-        self, name: str, layer: Experts, num_slots: int, max_rank: int, dtype: torch.dtype
+        self,
+        name: str,
+        layer: Experts,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        experts_move: bool = False,
     ) -> None:
         experts = layer.experts
         assert isinstance(experts, ExpertWeights | PackedExperts), "the weights are loaded"
@@ -46,7 +55,12 @@ class ExpertSlots:
         self.max_rank = max_rank
         self.dtype = dtype
         self._experts = experts
-        self._by_slot: dict[int, dict[Key, LinearSlots]] = {}  # of all replicas
+        # Of all replicas, by slot: what is placed, by the experts' places.
+        self._by_slot: dict[int, dict[Key, LinearSlots]] = {}
+        self._shares: dict[int, Shares] = {}  # what it is of, where experts move
+        self._placed = layer.placed
+        self._held = tuple(self.config.own_experts)
+        self._experts_move = experts_move
 
     @property
     def needs_rows(self) -> bool:
@@ -132,14 +146,18 @@ class ExpertSlots:
         if own is None:
             return None
         shares: Shares = {}
-        for expert, number in enumerate(self.config.own_experts):
+        numbers = range(self.config.num_experts) if self._experts_move else self._held
+        for place, number in enumerate(numbers):
             for matrix, parts in PARTS.items():
                 deltas = {part: own.get(f"experts.{number}.{part}") for part in parts}
                 if not any(deltas.values()):
                     continue
-                linear = self._slots_of(expert, matrix)
-                shares[expert, matrix] = [
-                    None if delta is None else linear.own_part(part, delta)
+                # Norms of experts that move are known where they are, between steps.
+                linear = self._slots_of(0 if self._experts_move else place, matrix)
+                shares[number, matrix] = [
+                    None
+                    if delta is None
+                    else linear.own_part(part, delta, with_norms=not self._experts_move)
                     for part, delta in deltas.items()
                 ]
         return shares
@@ -151,13 +169,32 @@ class ExpertSlots:
         """Put an adapter into a slot of some replica."""
         slot += self._first(lane)
         self._by_slot.pop(slot, None)
+        self._shares.pop(slot, None)
         if own is None:
             return
-        placed: dict[Key, LinearSlots] = {}
-        for (expert, matrix), parts in own.items():
-            placed[expert, matrix] = slots = self._slots_of(expert, matrix)
-            slots.place(0, parts)
-        self._by_slot[slot] = placed
+        self._by_slot[slot] = {}
+        for place in range(len(self._held)):
+            self._fill(slot, place, own)
+        if self._experts_move:
+            self._shares[slot] = own
+
+    def follow_experts(self) -> None:
+        """Fill the slots of experts that have moved here. All ranks do it, between steps."""
+        assert self._placed is not None, "experts are spread over ranks"
+        before, self._held = self._held, self._placed.placement[self._placed.rank]
+        for place, number in enumerate(self._held):
+            if before[place] != number:
+                for slot, own in self._shares.items():
+                    self._fill(slot, place, own)
+
+    def _fill(self, slot: int, place: int, own: Shares) -> None:
+        """Put what a slot's adapter changes in the expert at a place where steps read it."""
+        for matrix in PARTS:
+            self._by_slot[slot].pop((place, matrix), None)
+            parts = own.get((self._held[place], matrix))
+            if parts is not None:
+                self._by_slot[slot][place, matrix] = slots = self._slots_of(place, matrix)
+                slots.place(0, parts)
 
     @property
     def _lane(self) -> int:

@@ -86,6 +86,8 @@ class ExpertBalancer:
             self.metrics["expert_tokens_busiest"] += round(max(work))
             self.metrics["expert_moves"] += num_moved
         placed.place(placement)
+        if num_moved and layer.adapter is not None:
+            layer.adapter.follow_experts()
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora.adapters import FLAVOURS, make_flavour
+from lora.adapters import FLAVOURS, make_flavour, make_single_experts
 from tiny_engine import OPTIONS, open_llm, random_prompts
 from tiny_models import make_checkpoint
 
@@ -221,7 +221,10 @@ def step_until_loaded(llm: LLM, adapter: Adapter) -> None:
 @pytest.mark.parametrize(
     ("flavour", "options"),
     [
-        ("stacked_experts", {}),
+        ("stacked_experts", BALANCED),
+        pytest.param("stacked_experts", {}, marks=pytest.mark.slow),
+        pytest.param("stacked_experts", GATHERED | BALANCED, marks=pytest.mark.slow),
+        pytest.param("dora", BALANCED, marks=pytest.mark.slow),
         pytest.param("stacked_experts", GATHERED, marks=pytest.mark.slow),
         pytest.param("stacked_experts", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("stacked_transposed", {"cpu_backend": "torch"}, marks=pytest.mark.slow),
@@ -232,9 +235,15 @@ def test_replicas_that_share_experts_give_each_request_its_adapters_tokens(
     tmp_path: Path, flavour: str, options: dict[str, Any]
 ) -> None:
     """More adapters than slots, which replicas fill at different times. Also if only one replica
-    uses an adapter; and adapters are loaded and unloaded while nothing runs."""
-    checkpoint = make_checkpoint(tmp_path / "model", FLAVOURS[flavour].variant)
-    folders = [make_flavour(tmp_path / f"{n}", checkpoint, flavour, seed=n) for n in range(3)]
+    uses an adapter; if experts move; and adapters are loaded and unloaded while nothing runs."""
+    variant = "qwen3_moe" if flavour == "dora" else FLAVOURS[flavour].variant
+    checkpoint = make_checkpoint(tmp_path / "model", variant)
+    folders = [tmp_path / f"{number}" for number in range(3)]
+    for number, folder in enumerate(folders):
+        if flavour == "dora":
+            make_single_experts(folder, checkpoint, variant, number, use_dora=True)
+        else:
+            make_flavour(folder, checkpoint, flavour, number)
     first, *others = (LoRARequest(folder.name, 1, str(folder)) for folder in folders)
     mixed = [first, None, *others, None, first, first, *others]
     settings: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_num_seqs": 3, **IN_CHUNKS}
@@ -262,6 +271,7 @@ def test_replicas_that_share_experts_give_each_request_its_adapters_tokens(
         assert stats.num_loads == sum(own.num_loads for own in all_stats(llm))
         with pytest.raises(InputError, match="has other weights than when it was registered"):
             step_until_loaded(llm, Adapter("changed", "another", str(folders[0])))
+        check_moves(llm, options)
 
 
 def all_stats(llm: LLM) -> list[AdapterStats]:
@@ -279,7 +289,6 @@ def all_stats(llm: LLM) -> list[AdapterStats]:
         ({"eplb_config": {"window_size": 5}}, "eplb_config needs enable_eplb"),
         (SPREAD | {"eplb_config": {"num_redundant": 4}}, "did you mean 'num_redundant_experts'"),
         (SPREAD | {"eplb_config": {"step_interval": 0}}, "eplb_config: step_interval must be at"),
-        (SPREAD | {"enable_lora": True}, "enable_lora and enable_eplb cannot be combined"),
     ],
 )
 def test_load_balancing_without_what_it_needs_is_refused(

@@ -32,6 +32,10 @@ from penstock.protocol.kv import RecurrentSpec
 __all__ = ["local_stages", "model"]
 
 EP = {"enable_expert_parallel": True}
+BALANCED = {  # with a move of experts every few steps
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 1, "window_size": 3, "step_interval": 4},
+}
 GATHERED = {"all2all_backend": "allgather_reducescatter"}
 TP_2, TP_4, DP_2 = (
     {f"{kind}_parallel_size": n} for kind, n in (("tensor", 2), ("tensor", 4), ("data", 2))
@@ -40,10 +44,11 @@ PP_2 = {"pipeline_parallel_size": 2}
 SHORT = ("llama", "deepseek_v2_lite")  # whose models other tests of this file have, too
 
 
-def cell(variant: str, *sizes: dict[str, Any], is_slow: bool = True) -> Any:
+def cell(variant: str, *options: dict[str, Any], is_slow: bool = True) -> Any:
     """A model and how its ranks share it. Ranks take long to start."""
-    ranks = {name: size for each in sizes for name, size in each.items()}
-    names = "".join(f"-{name.partition('_')[0]}{size}" for name, size in ranks.items())
+    ranks = {name: size for each in options for name, size in each.items()}
+    sizes = {name: size for name, size in ranks.items() if name != "eplb_config"}
+    names = "".join(f"-{name.partition('_')[0]}{size}" for name, size in sizes.items())
     marks = [pytest.mark.slow] if is_slow else []
     return pytest.param(variant, ranks, id=variant + names, marks=marks)
 
@@ -52,7 +57,7 @@ CELLS = [
     *(cell(variant, TP_2, is_slow=variant != VARIANTS[0]) for variant in VARIANTS),
     *(cell(variant, TP_4) for variant in TEXT_VARIANTS if variant != "qwen3_next"),
     *(cell(variant, TP_2, PP_2) for variant in TEXT_VARIANTS),
-    *(cell(variant, TP_2, EP) for variant in WITH_EXPERTS),
+    *(cell(variant, TP_2, EP, *more) for variant in WITH_EXPERTS for more in ([], [BALANCED])),
     *(cell(variant, TP_2, PP_2, EP) for variant in WITH_EXPERTS),
 ]
 
@@ -74,7 +79,9 @@ def test_ranks_give_what_one_gives_alone(model: Model, ranks: dict[str, Any]) ->
     ("model", "ranks"),
     [
         cell("deepseek_v2_lite", DP_2, EP, GATHERED),
+        cell("deepseek_v2_lite", DP_2, EP, GATHERED, BALANCED),
         cell("deepseek_v2_lite", DP_2, EP),
+        cell("deepseek_v2_lite", DP_2, EP, BALANCED),
         cell("qwen3_next", DP_2, EP),
         cell("deepseek_v2_lite", DP_2, TP_2, EP),
     ],

@@ -151,10 +151,12 @@ def make_flavour(folder: Path, checkpoint: Path, flavour: str, seed: int = 0) ->
     return make_adapter(folder, checkpoint, seed, **FLAVOURS[flavour].settings)
 
 
-def make_single_experts(folder: Path, checkpoint: Path, variant: str, seed: int = 0) -> Path:
+def make_single_experts(
+    folder: Path, checkpoint: Path, variant: str, seed: int = 0, use_dora: bool = False
+) -> Path:
     """Write an adapter with a pair of matrices for each of a layer's experts."""
     pattern, names = SINGLE_EXPERTS[variant]
-    make_adapter(folder, checkpoint, seed, target_modules=ATTENTION)
+    make_adapter(folder, checkpoint, seed, target_modules=ATTENTION, use_dora=use_dora)
     config = json.loads((checkpoint / "config.json").read_text())
     hidden = config["hidden_size"]
     size = config.get("moe_intermediate_size", config["intermediate_size"])
@@ -171,6 +173,9 @@ def make_single_experts(folder: Path, checkpoint: Path, variant: str, seed: int 
                 shapes = {"lora_A": (8, inner), "lora_B": (outer, 8)}
                 for kind, shape in shapes.items():
                     tensors[f"{own}.{kind}.weight"] = 0.2 * torch.randn(shape, generator=generator)
+                if use_dora:
+                    magnitude = 1 + torch.rand(outer, generator=generator)
+                    tensors[f"{own}.lora_magnitude_vector"] = magnitude
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     edit_config(folder, target_modules=[*ATTENTION, *names])
     return folder
