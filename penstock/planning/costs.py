@@ -88,9 +88,8 @@ def step_seconds(shape: RankShape, gpu: Gpu, step: StepLoad) -> float:
         seconds += small + 2 * latency + reached * layer.num_bytes / (WEIGHTS * bandwidth)
         chosen = layer.top_k * layer.num_own / layer.num_experts  # experts here, of a token
         seconds += 2 * layer.num_weights * chosen * routed_rows / (MATMUL * flops)
-        if lanes > 1:  # to the experts and back
-            sent = rows / shape.tp * layer.top_k * shape.hidden_size * shape.element_size
-            seconds += 2 * (SUM + gpu.exchange_seconds(sent, shape.tp * lanes))
+        if lanes > 1:
+            seconds += _exchange_seconds(shape, gpu, rows, layer.top_k)
         written += layer.top_k * (layer.width + 2 * shape.hidden_size)
     written += NORM_PASSES * shape.hidden_size * shape.num_layers
     seconds += shape.num_layers * (SMALL_KERNELS * small + ATTENTION)
@@ -104,6 +103,15 @@ def step_seconds(shape: RankShape, gpu: Gpu, step: StepLoad) -> float:
         num_kernels += EXPERT_KERNELS * len(shape.experts)
         seconds = max(seconds, STEP + LAUNCH * num_kernels)
     return seconds
+
+
+def _exchange_seconds(shape: RankShape, gpu: Gpu, rows: int, top_k: int) -> float:
+    """Of a replica's tokens to experts on the ranks of all replicas, and back."""
+    num_ranks = shape.tp * shape.partition.num_lanes
+    own = rows / shape.tp * shape.hidden_size * shape.element_size
+    if shape.gathers_tokens:
+        return 2 * (SUM + gpu.gather_seconds(own, num_ranks))
+    return 2 * (SUM + gpu.exchange_seconds(top_k * own, num_ranks))
 
 
 def _sum_seconds(num_bytes: float, tp: int, gpu: Gpu) -> float:

@@ -33,6 +33,12 @@ class Gpu:
         near = num_bytes * (1 - far) / (self.link * 1e9)
         return max(near, num_bytes * far / (self.network * 1e9))
 
+    def gather_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """For a rank to send the same to all others. Each node gets it over the network once."""
+        near = num_bytes * (num_ranks - 1) / (self.link * 1e9)
+        far = num_bytes * max(num_ranks / self.per_node - 1, 0)
+        return max(near, far / (self.network * 1e9))
+
     @property
     def memory(self) -> int:
         return int(self.memory_gib * GIB)

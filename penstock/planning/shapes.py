@@ -120,6 +120,7 @@ class RankShape:
     table_bytes: int = 0  # of the angles of all positions
     embeddings_bytes: int = 0  # of media, which are kept
     widest: int = 0  # elements of a token in the layer that needs the most
+    gathers_tokens: bool = False  # for experts of other replicas: all ranks get all tokens
 
     @property
     def tp(self) -> int:
@@ -172,6 +173,8 @@ def shape_of(
     if source.gguf is not None and quantization is None:
         factor = _gguf_factor(source.gguf, dtypes.compute.itemsize)
     shape = _measure(model, build, dtypes, factor, partition)
+    if config.parallel.all2all_backend == "allgather_reducescatter":
+        shape = replace(shape, gathers_tokens=True)
     if isinstance(model, VisionModel) and model.has_tower:
         kept = config.media.encoder_cache_tokens * model.media_width * dtypes.compute.itemsize
         shape = replace(shape, embeddings_bytes=kept)

@@ -105,6 +105,24 @@ def test_experts_are_sliced_or_spread_over_replicas(
     assert "--data-parallel-size 4 --enable-expert-parallel" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "nodes", "is_faster"),
+    [(2, 1, True), (16, 1, False), (32, 4, True)],
+)
+def test_gathering_tokens_is_faster_where_a_token_would_be_sent_more_often(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_gpus: int, nodes: int, is_faster: bool
+) -> None:
+    """A token has 8 experts. Of 32 ranks on four nodes, 6 are reached over the network, but a token
+    goes to three nodes once each."""
+    folder = str(write_config(tmp_path, PUBLISHED["Qwen3-30B-A3B"]))
+    sizes = ("--gpus", str(num_gpus), "--nodes", str(nodes), "--data-parallel-size", str(num_gpus))
+    sizes += ("--enable-expert-parallel", "--all2all-backend")
+    backends = ("all_to_all", "allgather_reducescatter")
+    (sent,), (gathered,) = (plan(capsys, folder, *sizes, name)["splits"] for name in backends)
+    assert (gathered["speed"]["prompt_rate"] > sent["speed"]["prompt_rate"]) == is_faster
+    assert gathered["weight_bytes"] == sent["weight_bytes"]
+
+
 def test_the_text_has_a_line_for_each_split_and_its_assumptions(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
