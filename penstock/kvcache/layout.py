@@ -20,7 +20,6 @@ from penstock.protocol.kv import (
     KVCacheLayout,
     KVCacheSpec,
     LatentSpec,
-    RecurrentSpec,
 )
 
 logger = logging.getLogger(__name__)
@@ -97,12 +96,6 @@ def plan_layout(
     of their own would split the other layers into smaller groups. If no group keeps all tokens,
     the layers are grouped like any others.
     """
-    for name, spec in draft_specs.items():
-        if isinstance(spec, RecurrentSpec):
-            raise ConfigError(
-                f"the drafter's layer {name} keeps a state that cannot be rolled back when a draft "
-                "is rejected: choose a draft model without recurrent layers"
-            )
     groups, page_bytes = plan_groups(specs, block_size, max_model_len, registry, num_stages)
     if draft_specs:
         for index, group in enumerate(groups):

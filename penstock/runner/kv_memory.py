@@ -89,6 +89,13 @@ class KVMemory:
         )
 
 
+def make_states(
+    spec: RecurrentSpec, num_states: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Room for states outside of the cache, part by part: [num_states, *shape] each."""
+    return _view_state(_zeros(num_states, spec.block_bytes(1), device), spec)
+
+
 def _view_tokens(buffer: torch.Tensor, spec: KVCacheSpec, block_size: int) -> torch.Tensor:
     """A layer's KV blocks, without the padding of the page.
 

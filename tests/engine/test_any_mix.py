@@ -35,7 +35,7 @@ from penstock.loading.adapters.source import adapter_digest
 from penstock.media.content import read_multi_modal_data
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.errors import OutOfMemory
-from penstock.protocol.kv import AnyKVCacheSpec, RecurrentSpec
+from penstock.protocol.kv import AnyKVCacheSpec
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind
 from penstock.protocol.step import StepPlan
@@ -393,13 +393,12 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     options = some_options(rng, model.specs)
     options["enable_return_routed_experts"] = model.has_experts and rng.random() < 0.2
     outputs = [list(out.token_ids) for output in model.alone for out in output.outputs]
-    is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
     drafter: Drafter | None = None
     if rng.random() < 0.8:
         options["speculative_config"] = copy(rng.choice([None, None, *model.speculation]))
         if options["speculative_config"] is not None:
             options["speculative_config"]["adaptive"] = rng.random() < 0.3
-        elif rng.random() < 0.5 and not is_recurrent:  # a draft model cannot be
+        elif rng.random() < 0.5:
             drafter = DraftModelDrafter(str(model.path), rng.choice([1, 4]))
         else:
             drafter = Oracle(outputs, 7, rng.choice([1, 3]), rng.choice([3, 4]))

@@ -307,10 +307,53 @@ def test_a_draft_model_that_is_not_there_is_told_from_the_target(tiny_llama: str
         open_llm(tiny_llama, speculative_config={"method": "draft_model", "model": "/nowhere"})
 
 
-def test_a_recurrent_draft_model_is_refused(tiny_llama: str, tmp_path: Path) -> None:
-    draft = make_checkpoint(tmp_path, "mamba2")
-    with pytest.raises(ConfigError, match="draft model without recurrent layers"):
-        open_llm(tiny_llama, speculative_config={"method": "draft_model", "model": str(draft)})
+RECURRENT = ["mamba2", "falcon_h1", "qwen3_next"]
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def recurrent(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Results]:
+    """A model with recurrent layers, and what it generates."""
+    model = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    with open_llm(model) as llm:
+        return model, run(llm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": True},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 12},
+        {"max_model_len": 128, "num_gpu_blocks_override": 30},
+        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["two in flight", "chunks", "few blocks", "one slot"],
+)
+def test_a_recurrent_model_that_drafts_for_itself_is_right(
+    recurrent: tuple[Path, Results], options: dict[str, Any]
+) -> None:
+    """Its states are those after the tokens that held, whatever was drafted behind them."""
+    model, want = recurrent
+    drafter = Watched(model)
+    with open_drafting(model, drafter, **options) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            assert [tokens for tokens, _ in run(llm)] == [tokens for tokens, _ in want]
+        stats = llm.engine.stats()
+        assert stats.num_prefix_hits > 0 or "num_gpu_blocks_override" in options
+        if "num_gpu_blocks_override" in options and "falcon_h1" in str(model):
+            assert stats.num_preemptions > 0
+    num_drafts, num_right = drafter.judge(texts(want))
+    assert num_right > 0.97 * num_drafts > 100, "near ties may fall the other way"
+
+
+def test_a_recurrent_model_drafts_for_one_without_recurrent_layers(
+    tiny_llama: str, expected: Results, recurrent: tuple[Path, Results]
+) -> None:
+    drafter = Watched(recurrent[0])
+    with open_drafting(tiny_llama, drafter, max_num_batched_tokens=48, max_num_seqs=4) as llm:
+        assert run(llm) == expected
+    assert len(drafter.proposals) > 50
 
 
 def test_drafts_end_where_the_draft_models_context_does(

@@ -74,6 +74,18 @@ def test_drafts_change_no_token_and_leave_the_states_of_those_that_hold(
         assert bool(steps._replays) != options.get("enforce_eager", False)
 
 
+def test_a_draft_model_with_recurrent_layers_is_right_about_itself(checkpoint: Path) -> None:
+    expected = tokens(run(checkpoint, GREEDY, device="cuda"))
+    drafts = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 3}
+    drafts |= {"adaptive": False}
+    settings = {**SETTINGS, "dtype": "float32", "device": "cuda", "speculative_config": drafts}
+    with LLM(str(checkpoint), **settings) as llm:
+        for _ in range(3):
+            assert tokens(llm.generate(as_inputs(PROMPTS), GREEDY, use_tqdm=False)) == expected
+        found = llm.engine.scheduler.speculation.stats()
+    assert found.num_accepted_tokens > 0.8 * found.num_draft_tokens > 50
+
+
 def test_n_gram_drafts_of_a_steady_state_do_not_wait_for_the_device(checkpoint: Path) -> None:
     drafts = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
     settings = {**SETTINGS, "dtype": "float32", "device": "cuda", "speculative_config": drafts}

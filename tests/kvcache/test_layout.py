@@ -18,7 +18,6 @@ from penstock.kvcache.layout import (
     make_layout,
     padding,
     plan_groups,
-    plan_layout,
 )
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import (
@@ -295,12 +294,6 @@ def test_draft_layers_have_groups_where_the_target_keeps_no_more_than_a_window()
     of_drafts = [group for group in layout.groups if group.layer_names[0].startswith("draft.")]
     assert {name for group in of_drafts for name in group.layer_names} == set(drafts)
     assert {group.spec for group in of_drafts} == {DRAFT}, "no block is dropped"
-
-
-def test_recurrent_draft_layers_are_refused():
-    state = RecurrentSpec(shapes=((5, 3),), dtypes=("float32",))
-    with pytest.raises(ConfigError, match=r"draft\.0 keeps a state"):
-        plan_layout(layers(full=2), 16, 100, {"draft.0": state})
 
 
 @torch.inference_mode()

@@ -2,7 +2,8 @@
 
 It reads tokens from the request tables when it proposes: first those that its cache lacks, then its
 own drafts. It takes no part in the target's steps. So a step after which nothing is proposed costs
-nothing, and its tokens are caught up with later.
+nothing, and its tokens are caught up with later. With recurrent layers, rows of drafts never count
+(`DraftStates`).
 
 On a GPU the loop leaves no row missing but that of the next token. So from then on the host need
 not know which drafts held, and it waits for the device only to catch up: when a request begins, and
@@ -24,10 +25,13 @@ from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
 from penstock.models.base import Hidden
 from penstock.models.runtime import longest_context
+from penstock.platforms.platform import GIB, is_out_of_memory
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.kv import RecurrentSpec
 from penstock.protocol.step import NewRequest, StepPlan
 from penstock.runner.drafter import Drafts, DraftSetup, DraftStep
 from penstock.runner.drafters.model import DraftBatch, ModelDrafter
+from penstock.runner.drafters.states import DraftStates
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.sampler import Sampler
 from penstock.runner.sampling_tables import to_device
@@ -88,14 +92,39 @@ class DraftModelDrafter(ModelDrafter):
         if choose_task(own, draft) != "generate":
             raise ConfigError(f"the draft model {self._name} does not generate text")
         check_vocabulary(setup.config, setup.source, draft)
+        model, dtypes, _ = load_model(own, draft, setup.platform, setup.draft_mesh, max_model_len)
+        specs = model.kv_specs(dtypes.kv).items()
+        recurrent = {name: spec for name, spec in specs if isinstance(spec, RecurrentSpec)}
         num_positions = longest_context(draft.config)
+        if len(recurrent) == len(specs):  # it knows no positions
+            num_positions = max_model_len
         if num_positions < max_model_len:
             logger.warning(
                 "The draft model's context is %d tokens: drafts end there, requests may have %d",
                 num_positions, max_model_len,
             )  # fmt: skip
-        model, dtypes, _ = load_model(own, draft, setup.platform, setup.draft_mesh, max_model_len)
         self.use(model, dtypes.kv, setup.max_rows, min(num_positions, max_model_len))
+        if recurrent:
+            self.keeps_last = False
+            self.states = self._make_states(recurrent, setup)
+
+    def _make_states(self, specs: dict[str, RecurrentSpec], setup: DraftSetup) -> DraftStates:
+        """They are allocated before the KV cache, which gets the rest of a GPU's memory."""
+        count, device = setup.limits.max_num_seqs, setup.platform.device
+        try:
+            states = DraftStates(specs, count, self.max_positions, device)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"there is not enough memory for the states of the draft model {self._name}, two "
+                f"for each of {count} requests: lower max_num_seqs"
+            ) from error
+        logger.info(
+            "The states of the draft model take %.2f GiB, two for each of max_num_seqs=%d requests",
+            states.nbytes / GIB, count,
+        )  # fmt: skip
+        return states
 
     def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
         super().start(tables, memory, sampler)
@@ -103,6 +132,7 @@ class DraftModelDrafter(ModelDrafter):
         # have rows, too. Those rows count where the drafts turned out to be the request's tokens.
         # The last row takes what nobody reads.
         slots, device = len(tables.num_tokens), tables.device
+        assert self.states is None or slots <= self.states.num_slots
         self._num_done = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._drafted = torch.full((slots + 1, self.num_drafts), NO_TOKEN, device=device)
         # By KV group: blocks all of whose rows the draft layers have. A cached block may lack some,
@@ -117,10 +147,11 @@ class DraftModelDrafter(ModelDrafter):
         self._is_complete = np.zeros(slots, dtype=np.bool_)
 
     def add(self, slot: int, request: NewRequest) -> None:
-        self._num_done[slot] = request.num_computed_tokens  # cached blocks have draft rows, too
+        cached = request.num_computed_tokens if self.states is None else 0
+        self._num_done[slot] = cached  # cached blocks have draft rows, too
         self._drafted[slot] = NO_TOKEN
         self._is_complete[slot] = False
-        if request.num_computed_tokens:
+        if cached:
             self._unchecked.add(slot)
 
     def remove(self, slot: int) -> None:
@@ -155,10 +186,11 @@ class DraftModelDrafter(ModelDrafter):
         order, logits = self._catch_up(everyone, known, counts)
         if logits is not None and has_drafts.any():
             drafts[to_device(order, device)] = self._draft(everyone.take(order), logits, num_drafts)
-        # The last draft has no row yet, and others may have no place for theirs.
-        num_rows = np.where(has_drafts, np.clip(room - num_tokens, 0, num_drafts - 1), 0)
-        has_row = torch.arange(num_drafts, device=device) < to_device(num_rows, device)[:, None]
-        self._drafted[everyone.slots, :num_drafts] = drafts.masked_fill(~has_row, NO_TOKEN)
+        if self.states is None:
+            # The last draft has no row yet, and others may have no place for theirs.
+            num_rows = np.where(has_drafts, np.clip(room - num_tokens, 0, num_drafts - 1), 0)
+            has_row = torch.arange(num_drafts, device=device) < to_device(num_rows, device)[:, None]
+            self._drafted[everyone.slots, :num_drafts] = drafts.masked_fill(~has_row, NO_TOKEN)
         if device.type != "cpu":
             return Drafts(drafts)  # the host plans ahead, and uses no counts
         num_good = np.where(has_drafts, np.clip(room - num_tokens + 1, 0, num_drafts), 0)
@@ -173,6 +205,8 @@ class DraftModelDrafter(ModelDrafter):
             counts = self._share_rows(known.missing(known.num_tokens - 1))
             self._catch_up(everyone, known, counts)
             self._is_complete[slots] = known.num_valid + counts == known.num_tokens - 1
+        if self.states is not None:  # drafts that hold are missing next time
+            self._is_complete[slots] = False
         # The loop's rows need a place: those of the last token and of all drafts.
         bound = self._tables.computed_bound[slots] + 1 + step.num_drafts
         self._is_complete[slots] &= bound <= room
@@ -195,6 +229,8 @@ class DraftModelDrafter(ModelDrafter):
         device, logits = batch.slots.device, None
         order = np.argsort(counts > 1, kind="stable")  # requests with one row go first
         order = order[counts[order] > 0]
+        if self.states is not None:
+            self.states.use_known()
         if len(order):
             first = to_device(known.num_valid[order], device)
             logits = self._forward(batch.take(order), first, counts[order])
@@ -206,7 +242,7 @@ class DraftModelDrafter(ModelDrafter):
 
     def begin(
         self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor, num_drafts: int
-    ) -> None:
+    ) -> torch.Tensor:
         """On the device, for the loop: note who lacks nothing before the last token."""
         tables = self._tables
         nobody = len(self._num_done) - 1
@@ -216,6 +252,7 @@ class DraftModelDrafter(ModelDrafter):
         num_valid = self._valid_rows(own, at, num_tokens)
         is_ready = (num_valid == num_tokens - 1) & (num_tokens <= room)
         self._in_loop = _InLoop(own, at, num_tokens, num_valid, is_ready, room)
+        return torch.where(is_ready, slots, -1)
 
     def end(self, drafts: torch.Tensor) -> None:
         """On the device, for the loop: all rows of those requests are there now."""
@@ -223,6 +260,8 @@ class DraftModelDrafter(ModelDrafter):
         reached = torch.where(now.is_ready, now.num_tokens, now.num_valid)
         positions = now.num_tokens[:, None] + columns
         has_row = now.is_ready[:, None] & (positions < now.room[:, None])
+        if self.states is not None:
+            has_row = torch.zeros_like(has_row)
         first = self._num_done[now.own]
         # Single values would come from the host's memory, which a graph cannot capture.
         self._num_done[now.own] = reached

@@ -132,11 +132,12 @@ class HeadDrafter(ModelDrafter):
 
     def begin(
         self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor, num_drafts: int
-    ) -> None:
+    ) -> torch.Tensor:
         hidden = self._combined[:, last_rows]
         nobody = self._before.shape[1] - 1
         self._before[:, torch.where(slots < 0, nobody, slots)] = hidden
         self._hidden, self._index, self._num_drafts = list(hidden), 0, num_drafts
+        return slots
 
     def compute(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Hidden:
         embedded = self._heads[0].embed(token_ids)

@@ -8,12 +8,13 @@ not overwrite what the step's other graphs leave for the host.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from penstock.layers.context import ForwardContext, forward_context
+from penstock.layers.context import forward_context
 from penstock.models.base import Hidden
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton.drafting import draft_rows
@@ -49,7 +50,9 @@ class DraftLoop:
         self._token_ids, self._seq_lens = column(torch.int32), column(torch.int32)
         self._positions, self._next_positions = column(torch.int64), column(torch.int64)
         self._query_starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
-        self._mappings = {group: column(torch.int64) for group in set(drafter.groups.values())}
+        # Positions and tokens are laid out with a group, also if no layer uses one.
+        groups = set(drafter.groups.values()) or {0}
+        self._mappings = {group: column(torch.int64) for group in groups}
         self._block_tables = {
             group: torch.zeros_like(tables.block_tables[group]) for group in self._mappings
         }
@@ -88,7 +91,9 @@ class DraftLoop:
     def _compute(self, size: int, num_drafts: int, kind: SamplingKind) -> torch.Tensor:
         drafter = self._drafter
         slots, room = self._sent[:size], self._sent[size : 2 * size]
-        drafter.begin(slots, self._last_rows[:size], room, num_drafts)
+        ready = drafter.begin(slots, self._last_rows[:size], room, num_drafts)
+        if drafter.states is not None:
+            drafter.states.use_known()
         num_rows = num_drafts + drafter.keeps_last
         options: dict[str, torch.Tensor] = {}
         if drafter.vocabulary is not None:
@@ -96,7 +101,9 @@ class DraftLoop:
         drafts: list[torch.Tensor] = []
         for index in range(num_rows):
             self._lay_out(slots, room, drafts[-1] if drafts else None, index, num_rows)
-            hidden = self._forward(slots)
+            if index == 1 and drafter.states is not None:
+                drafter.states.begin_drafts(ready)
+            hidden = self._forward(slots, ready)
             if index < num_drafts:
                 logits = drafter.logits(hidden, slice(0, size))
                 positions = self._next_positions[:size]
@@ -124,27 +131,26 @@ class DraftLoop:
                 self._block_tables[group][:size],
             )  # fmt: skip
 
-    def _forward(self, slots: torch.Tensor) -> Hidden:
+    def _forward(self, slots: torch.Tensor, ready: torch.Tensor) -> Hidden:
         drafter, size = self._drafter, len(slots)
-        query_starts = self._query_starts[: size + 1]
+        shape = AttentionMetadata(
+            query_starts=self._query_starts[: size + 1],
+            seq_lens=self._seq_lens[:size],
+            block_table=torch.empty(0),
+            slot_mapping=self._positions[:size],
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=drafter.max_positions,
+            arrived=self._arrived,
+        )
         attention = {
-            group: AttentionMetadata(
-                query_starts=query_starts,
-                seq_lens=self._seq_lens[:size],
+            group: replace(
+                shape,
                 block_table=table[:size],
                 slot_mapping=self._mappings[group][:size],
-                num_decodes=size,
-                max_query_len=1,
                 max_seq_len=table.shape[1] * self._tables.groups[group].block_size,
-                arrived=self._arrived,
             )
             for group, table in self._block_tables.items()
         }
-        context = ForwardContext(
-            drafter.caches,
-            {name: attention[group] for name, group in drafter.groups.items()},
-            query_starts,
-            slots,
-        )
-        with forward_context(context):
+        with forward_context(drafter.context(attention, shape, ready, slots)):
             return drafter.compute(self._token_ids[:size], self._positions[:size])

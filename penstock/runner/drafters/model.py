@@ -10,7 +10,8 @@ written. What differs between drafters is how the rows of known tokens come into
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +21,9 @@ from penstock.layers.context import ForwardContext, forward_context
 from penstock.models.base import Hidden, Model
 from penstock.models.draft_vocabulary import DraftVocabulary
 from penstock.ops.attention import AttentionMetadata
-from penstock.protocol.kv import KVCacheSpec
+from penstock.protocol.kv import KVCacheSpec, RecurrentSpec
 from penstock.runner.drafter import Drafter, DraftStep
+from penstock.runner.drafters.states import DraftStates
 from penstock.runner.graphs import GraphPool
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.sampler import Sampler, SamplingRows
@@ -65,6 +67,7 @@ class ModelDrafter(Drafter):
     """
 
     keeps_last: bool = False  # whether the loop also computes a row for the last draft
+    states: DraftStates | None = None  # if some of the draft layers are recurrent
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -75,7 +78,10 @@ class ModelDrafter(Drafter):
         """Draft with `model`, at most `max_rows` rows at once, for positions below a maximum."""
         self.model = model
         self._max_rows, self.max_positions = max_rows, max_positions
-        self._specs = model.kv_specs(kv_dtype)
+        specs = model.kv_specs(kv_dtype)
+        self._specs = {
+            name: spec for name, spec in specs.items() if not isinstance(spec, RecurrentSpec)
+        }
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
         return {PREFIX + name: spec for name, spec in self._specs.items()}
@@ -98,8 +104,12 @@ class ModelDrafter(Drafter):
 
     def begin(
         self, slots: torch.Tensor, last_rows: torch.Tensor, room: torch.Tensor, num_drafts: int
-    ) -> None:
-        """Drafts of these requests follow, see `DraftStep` and `DraftBatch`. Slot -1 is padding."""
+    ) -> torch.Tensor:
+        """Drafts of these requests follow, see `DraftStep` and `DraftBatch`. Slot -1 is padding.
+
+        Returns the slots, -1 also for requests whose rows must leave no state.
+        """
+        raise NotImplementedError
 
     def compute(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Hidden:
         """Compute tokens in the current context."""
@@ -111,6 +121,23 @@ class ModelDrafter(Drafter):
 
     def end(self, drafts: torch.Tensor) -> None:
         """The drafts [n, num_drafts] of the requests that `begin` named."""
+
+    def context(
+        self,
+        groups: Mapping[int, AttentionMetadata],
+        shape: AttentionMetadata,  # what those of all groups have in common
+        slots: torch.Tensor,  # of the requests
+        token_slots: torch.Tensor,
+    ) -> ForwardContext:
+        """The context of a pass over the draft layers."""
+        attention = {name: groups[group] for name, group in self.groups.items()}
+        starts, states = shape.query_starts, self.states
+        if states is None:
+            return ForwardContext(self.caches, attention, starts, token_slots)
+        attention |= states.metadata(shape, slots)
+        return ForwardContext(
+            self.caches, attention, starts, token_slots, states.layers, states.block_sizes
+        )
 
     def _room(self, slots: IntArray) -> IntArray:
         """Positions below have a place in the cache of the draft layers."""
@@ -149,6 +176,8 @@ class ModelDrafter(Drafter):
         one_each = np.ones(len(batch.host_slots), dtype=np.int64)
         for index in range(num_drafts):
             positions = batch.num_tokens + index
+            if index == 1 and self.states is not None:
+                self.states.begin_drafts(batch.slots)
             if index > 0:
                 logits = self._forward(batch, positions - 1, one_each)
             rows = SamplingRows(batch.slots, positions, batch.host_slots, batch.max_position)
@@ -176,26 +205,23 @@ class ModelDrafter(Drafter):
         positions = positions.clamp(max=self.max_positions - 1)
         seq_lens = (first + to_device(counts, device)).clamp(max=self.max_positions).int()
         query_starts = to_device(starts.astype(np.int32), device)
+        shape = AttentionMetadata(
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            block_table=torch.empty(0),
+            slot_mapping=positions,
+            num_decodes=int((counts == 1).sum()),
+            max_query_len=int(counts.max()),
+            max_seq_len=min(batch.max_position, self.max_positions),
+        )
         attention = {}
         for group, table in batch.block_tables.items():
             size = self._block_size(group)
             column = (positions // size).clamp(max=table.shape[1] - 1)
             blocks = table[owners, column] * has_place
-            attention[group] = AttentionMetadata(
-                query_starts=query_starts,
-                seq_lens=seq_lens,
-                block_table=table,
-                slot_mapping=blocks.long() * size + positions % size,
-                num_decodes=int((counts == 1).sum()),
-                max_query_len=int(counts.max()),
-                max_seq_len=min(batch.max_position, self.max_positions),
-            )
-        context = ForwardContext(
-            self.caches,
-            {name: attention[group] for name, group in self.groups.items()},
-            query_starts,
-            slots,
-        )
+            mapping = blocks.long() * size + positions % size
+            attention[group] = replace(shape, block_table=table, slot_mapping=mapping)
+        context = self.context(attention, shape, batch.slots, slots)
         last = slice(0, num_rows) if is_decode else to_device(starts[1:] - 1, device)
         with forward_context(context):
             hidden = self.compute(token_ids, positions)

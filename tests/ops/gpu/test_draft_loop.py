@@ -20,7 +20,7 @@ from penstock.runner.drafters.mtp import MtpDrafter
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from test_device_path import OPTIONS, SHAPE, generate, sampling, take_device_path
+from test_device_path import HYBRID, OPTIONS, SHAPE, generate, sampling, take_device_path
 
 from penstock.ops.triton.drafting import draft_rows
 from penstock.runner.drafters.loop import DraftLoop
@@ -104,18 +104,36 @@ def test_a_model_that_drafts_for_itself_is_right_and_seldom_waits(
     target = make_checkpoint(tmp_path, "llama", **SHAPE)
     drafter = RecordingModel(str(target), 3)
     expected = draft(target, drafter, params, monkeypatch)
-    num_right = num_drafts = 0
-    for known, drafts in drafter.proposals:
-        text = next(t for t in texts(expected) if t[: len(known)] == known[: len(t)])
-        following = text[len(known) :]
-        pairs = [*zip(drafts, following, strict=False)]
-        num_drafts += len(pairs)
-        num_right += sum(ours == theirs for ours, theirs in pairs)
+    num_right, num_drafts = judge(drafter, expected)
     assert num_right == num_drafts > 6
     if params is CHANGED:
         assert not served, "penalties need more than the loop has"
     else:
         assert drafter.num_waits <= 2 < len(served)  # each request may begin in its own step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["mamba2", "qwen3_next"])
+def test_a_recurrent_model_that_drafts_for_itself_is_right(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[int]
+) -> None:
+    target = make_checkpoint(tmp_path, variant, **{**SHAPE, **HYBRID[variant]})
+    drafter = RecordingModel(str(target), 3)
+    expected = draft(target, drafter, DRAWN, monkeypatch)
+    assert len(served) > 2
+    num_right, num_drafts = judge(drafter, expected)
+    assert num_right == num_drafts > 6
+
+
+def judge(drafter: RecordingModel, expected: list[list[int]]) -> tuple[int, int]:
+    """How many drafts were right, of those for positions of the texts."""
+    num_right = num_drafts = 0
+    for known, drafts in drafter.proposals:
+        text = next(t for t in texts(expected) if t[: len(known)] == known[: len(t)])
+        pairs = [*zip(drafts, text[len(known) :], strict=False)]
+        num_drafts += len(pairs)
+        num_right += sum(ours == theirs for ours, theirs in pairs)
+    return num_right, num_drafts
 
 
 def texts(outputs: list[list[int]]) -> list[list[int]]:
