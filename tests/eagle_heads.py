@@ -86,7 +86,9 @@ def make_head(
     return folder, tensors
 
 
-def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any) -> Path:
+def make_eagle(
+    folder: Path, target: Path, extras: bool = False, speculators: bool = False, **changes: Any
+) -> Path:
     """A random head of the first EAGLE.
 
     `extras`: biases, a last norm, an embedding and an output head, which some have.
@@ -120,9 +122,18 @@ def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any)
             tensors[f"layers.0.self_attn.{name}_proj.bias"] = rand(1, rows)[0]
         tensors["norm.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
         tensors["layers.0.input_layernorm.weight"] = torch.ones(size)
-    own = {"num_hidden_layers": 1, "max_position_embeddings": 16, **changes}
+    own = {**settings, "num_hidden_layers": 1, "max_position_embeddings": 16}
+    if speculators:
+        own = {"transformer_layer_config": own, "speculators_model_type": "eagle"}
+        own |= {"architectures": ["EagleSpeculator", "LlamaDecoderLayer"]}
+        own |= {"fusion_bias": extras, "layernorms": False}
+        tensors = {
+            name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): tensor
+            for name, tensor in tensors.items()
+            if "input_layernorm" not in name
+        }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**settings, **own}))
+    (folder / "config.json").write_text(json.dumps({**own, **changes}))
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -15,7 +15,7 @@ from penstock.loading.source import ModelSource, resolve_source
 from penstock.protocol.errors import ConfigError, ModelError
 
 TYPE = "speculators_model_type"
-METHODS = {"eagle3": "eagle3"}  # by type
+METHODS = {"eagle": "eagle", "eagle3": "eagle3"}  # by type
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,23 @@ def method_of(settings: Mapping[str, Any]) -> str:
     kind = settings.get(TYPE)
     if not isinstance(kind, str) or kind not in METHODS:
         raise ModelError(
-            f"config.json: {TYPE} {kind!r:.80} is not supported, only {', '.join(METHODS)}"
+            f"config.json: {TYPE} {kind!r:.80} is not supported, only {' and '.join(METHODS)}"
         )
     return METHODS[kind]
+
+
+def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's config.json with all settings on one level, as the EAGLE authors write it.
+
+    Raises ModelError for types that are not supported.
+    """
+    flat = dict(settings)
+    inner = flat.pop("transformer_layer_config", None)
+    if isinstance(inner, dict):
+        flat = {**inner, **flat}
+    if TYPE in flat:
+        method_of(flat)
+    return flat
 
 
 def _verifier_of(name: str, settings: Mapping[str, Any]) -> str:

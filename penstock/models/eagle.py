@@ -2,7 +2,7 @@
 
 A row has the embedding of a token, and the hidden state before it: of the target, after its last
 norm, where the target computed it, otherwise of the draft layer itself. Checkpoints are those of
-the EAGLE authors.
+the EAGLE authors and of the speculators library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
 from penstock.models.base import Hidden, Model, WeightTable
-from penstock.models.config import DecoderConfig, read_head
+from penstock.models.config import DecoderConfig, check_fixed, read_head
 from penstock.models.eagle_head import EagleHead
 
 
@@ -55,13 +55,14 @@ class Eagle(EagleHead):
     weights = WeightTable(
         # The layer's first norm is not used, and often not trained.
         ignored=(r"\.rotary_emb\.inv_freq$", r"^layers\.0\.input_layernorm\."),
-        renamed={r"^model\.": ""},
+        renamed={r"^model\.": "", r"^fusion_fc\.": "fc.", r"^transformer\.": "layers.0."},
     )
 
     def __init__(
         self, build: Build, raw: Mapping[str, Any], target: Model, names: list[str]
     ) -> None:
         """`names`: of the checkpoint's tensors. They say which biases and norms there are."""
+        check_fixed(raw, layernorms=False)
         config = read_head(raw, build.tp.size, "EAGLE")
         size = config.hidden_size
         num_logits = config.vocab_size if _has(names, "lm_head.weight") else None

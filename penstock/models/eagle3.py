@@ -18,7 +18,6 @@ from penstock.layers.linear import Linear, Part
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
-from penstock.loading.speculators import TYPE, method_of
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig, read_head, read_int
 from penstock.models.draft_vocabulary import DraftVocabulary
@@ -112,21 +111,14 @@ class Eagle3(EagleHead):
         return torch.cat([layer.input_layernorm(embedded.to(self.dtype)), normed], dim=-1), normed
 
 
-def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A head's config.json with all settings on one level, as the EAGLE authors write it."""
-    flat = dict(raw)
-    inner = flat.pop("transformer_layer_config", None)
-    if isinstance(inner, dict):  # of the speculators library
-        flat = {**inner, **flat}
-    if TYPE in flat:
-        method_of(flat)
-    names = flat.get("architectures") or []
+def check_architecture(raw: Mapping[str, Any]) -> None:
+    """Raise ModelError unless a config.json says that it is an EAGLE-3 head."""
+    names = raw.get("architectures") or []
     if not any("eagle3" in str(name).lower() for name in names):
         raise ModelError(
             f"config.json: architectures {names!r:.100} is not an EAGLE-3 head, which has "
             "LlamaForCausalLMEagle3 or Eagle3Speculator there"
         )
-    return flat
 
 
 def aux_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -39,6 +39,21 @@ def test_drafts_are_those_of_a_plain_computation(
         assert drafts == plain.drafts(known, 3), known
 
 
+@pytest.mark.parametrize("extras", [False, True])
+def test_heads_of_the_speculators_library_are_the_same(
+    tiny_llama: str, tmp_path: Path, extras: bool
+) -> None:
+    proposals = []
+    for speculators in (False, True):
+        head = make_eagle(tmp_path / str(speculators), Path(tiny_llama), extras, speculators)
+        drafter = Watched(str(head), 3)
+        with open_llm(tiny_llama, drafter=drafter) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=8)
+            llm.generate(PROMPTS, params, use_tqdm=False)
+        proposals.append(drafter.proposals)
+    assert proposals[0] == proposals[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_gpu_blocks_override": 14, "block_size": 16}, {"async_scheduling": True}],
@@ -63,6 +78,7 @@ def test_tokens_and_logprobs_are_those_without_a_head(
     [
         ({"vocab_size": 300}, ConfigError, "EAGLE head .* vocab_size 300, this one's is 256"),
         ({"num_hidden_layers": 2}, ModelError, "num_hidden_layers of an EAGLE head must be 1"),
+        ({"layernorms": True}, ModelError, "layernorms must be False, got True"),
     ],
 )
 def test_a_head_for_another_target_is_refused(
@@ -75,6 +91,11 @@ def test_a_head_for_another_target_is_refused(
 
 def test_other_checkpoints_are_refused_with_their_method(tiny_llama: str, tmp_path: Path) -> None:
     third, _ = make_head(tmp_path / "head", Path(tiny_llama))
-    for model, text in ((third, "use method eagle3"), (tiny_llama, "use method draft_model")):
+    first = make_eagle(tmp_path / "first", Path(tiny_llama), speculators=True)
+    for method, model, text in (
+        ("eagle", third, "use method eagle3"),
+        ("eagle", tiny_llama, "use method draft_model"),
+        ("eagle3", first, "is an EAGLE head: use method eagle"),
+    ):
         with pytest.raises(ConfigError, match=text):
-            open_llm(tiny_llama, speculative_config={"method": "eagle", "model": str(model)})
+            open_llm(tiny_llama, speculative_config={"method": method, "model": str(model)})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_heads import make_head
+from eagle_heads import make_eagle, make_head
 from tiny_engine import OPTIONS, greedy_tokens, open_llm, random_prompts
 
 from penstock import AsyncLLM, SamplingParams
@@ -16,16 +16,18 @@ from penstock.protocol.errors import ConfigError, ModelError
 PROMPTS = random_prompts("speculators", 1, 9, 40)
 
 
-def make_drafter(folder: Path, verifier: str, **changes: Any) -> str:
+def make_drafter(folder: Path, verifier: str, kind: str = "eagle3", **changes: Any) -> str:
     proposals = [{"proposal_type": "greedy", "speculative_tokens": 2}]
     settings = {
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": proposals,
             "verifier": {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]},
         }
     }
+    if kind == "eagle":
+        return str(make_eagle(folder, Path(verifier), speculators=True, **settings | changes))
     return str(make_head(folder, Path(verifier), speculators=True, **settings | changes)[0])
 
 
@@ -34,7 +36,9 @@ def drafter(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_drafter(tmp_path_factory.mktemp("speculators") / "drafter", tiny_llama)
 
 
-def test_its_verifier_runs_with_its_drafts(tiny_llama: str, drafter: str) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_its_verifier_runs_with_its_drafts(tiny_llama: str, tmp_path: Path, kind: str) -> None:
+    drafter = make_drafter(tmp_path / "drafter", tiny_llama, kind)
     with open_llm(tiny_llama) as llm:
         expected = greedy_tokens(llm, PROMPTS)
     with open_llm(drafter) as llm:
@@ -45,7 +49,7 @@ def test_its_verifier_runs_with_its_drafts(tiny_llama: str, drafter: str) -> Non
         assert llm.config.model.names == [drafter]
         settings = llm.config.speculative.settings
     assert settings is not None
-    assert (settings.method, settings.model) == ("eagle3", drafter)
+    assert (settings.method, settings.model) == (kind, drafter)
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -72,8 +76,8 @@ def test_an_engine_in_another_process_and_two_ranks_do_so_too(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"speculators_model_type": "dflash"}, "'dflash' is not supported, only eagle3"),
-        ({"speculators_model_type": None}, "None is not supported, only eagle3"),
+        ({"speculators_model_type": "dflash"}, "'dflash' is not supported, only eagle and eagle3"),
+        ({"speculators_model_type": None}, "None is not supported, only eagle and eagle3"),
         ({"speculators_config": None}, "names no model .*verifier.name_or_path.*: use the model"),
         (
             {"speculators_config": {"verifier": {"name_or_path": None}}},
@@ -110,7 +114,7 @@ def test_it_brings_the_settings_of_speculation(tiny_llama: str, drafter: str) ->
 
 def test_another_type_as_a_drafter_is_refused_by_its_name(tiny_llama: str, tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path / "drafter", tiny_llama, speculators_model_type="dflash")
-    with pytest.raises(ModelError, match="'dflash' is not supported, only eagle3"):
+    with pytest.raises(ModelError, match="'dflash' is not supported, only eagle and eagle3"):
         open_llm(tiny_llama, speculative_config={"method": "eagle3", "model": drafter})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.layers.build import Build
-from penstock.loading.speculators import head_method
+from penstock.loading.speculators import flatten, head_method
 from penstock.models.base import Model
 from penstock.models.eagle import Eagle
 from penstock.protocol.errors import ConfigError
@@ -20,7 +20,8 @@ class EagleDrafter(EagleHeadDrafter):
     def read(
         self, setup: DraftSetup, config: Mapping[str, Any], names: list[str]
     ) -> tuple[dict[str, Any], Callable[[Build, Mapping[str, Any]], Model]]:
-        if head_method(config) == "eagle3":
+        settings = flatten(config)
+        if head_method(settings) == "eagle3":
             raise ConfigError(f"{self._name} is an EAGLE-3 head: use method eagle3")
         if names and not any(name.endswith("fc.weight") for name in names):
             raise ConfigError(
@@ -31,4 +32,4 @@ class EagleDrafter(EagleHeadDrafter):
         def create(build: Build, raw: Mapping[str, Any]) -> Model:
             return Eagle(build, raw, setup.target, names)
 
-        return dict(config), create
+        return settings, create

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.layers.build import Build
+from penstock.loading.speculators import flatten, head_method
 from penstock.models.base import Model
-from penstock.models.eagle3 import Eagle3, aux_layers, flatten_config
+from penstock.models.eagle3 import Eagle3, aux_layers, check_architecture
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafter import DraftSetup
 from penstock.runner.drafters.eagle_head import EagleHeadDrafter
@@ -17,7 +18,10 @@ class Eagle3Drafter(EagleHeadDrafter):
     what = "EAGLE-3"
 
     def choose_layers(self, setup: DraftSetup) -> None:
-        settings = flatten_config(self.source(setup).config)
+        settings = flatten(self.source(setup).config)
+        if head_method(settings) == "eagle":
+            raise ConfigError(f"{self._name} is an EAGLE head: use method eagle")
+        check_architecture(settings)
         if not setup.target.gives_aux:
             raise ConfigError(
                 f"{type(setup.target).__name__} does not give hidden states of its layers: method "
@@ -29,7 +33,7 @@ class Eagle3Drafter(EagleHeadDrafter):
     def read(
         self, setup: DraftSetup, config: Mapping[str, Any], names: list[str]
     ) -> tuple[dict[str, Any], Callable[[Build, Mapping[str, Any]], Model]]:
-        settings = flatten_config(config)
+        settings = flatten(config)
         settings["num_aux_hidden_states"] = len(setup.target.aux_layers)
 
         def create(build: Build, raw: Mapping[str, Any]) -> Model:
