@@ -61,13 +61,16 @@ answer_imports()
 
 def __getattr__(name: str) -> Any:
     if name in ("LLM", "LLMEngine"):  # import torch, so only when they are asked for
-        from penstock.engine.heap import collector_at_rest
+        from penstock.protocol.processes import collector_at_rest
 
         with collector_at_rest():
-            from penstock.llm import LLM
+            if name == "LLM":
+                from penstock.llm import LLM
+
+                return LLM
             from penstock.llm_engine import LLMEngine
 
-        return LLM if name == "LLM" else LLMEngine
+            return LLMEngine
     if name in ("AsyncLLM", "AsyncLLMEngine"):
         from penstock.async_llm import AsyncLLM
 

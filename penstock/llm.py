@@ -17,7 +17,6 @@ from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
 from penstock.engine.lora_requests import LoRARequestOrList, LoRARequests, with_adapters
-from penstock.engine.offline_metrics import OfflineMetrics
 from penstock.engine.operating import OperatingMethods
 from penstock.engine.pooled import PoolingMethods
 from penstock.engine.searched import SearchMethods
@@ -100,10 +99,10 @@ class LLM(PoolingMethods, SearchMethods, OperatingMethods):
         self._lora_requests = LoRARequests(self.config.lora)
         self._queued: list[PreparedRequest] = []
         # As in vLLM, offline requests are only counted if this is asked for.
-        is_measured = options.get("disable_log_stats") is False
-        self._metrics = (
-            OfflineMetrics(self.config, self.engine, self.frontend.media) if is_measured else None
-        )
+        if options.get("disable_log_stats") is False:
+            from penstock.engine.offline_metrics import OfflineMetrics  # and prometheus_client
+
+            self._metrics = OfflineMetrics(self.config, self.engine, self.frontend.media)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import penstock
 from penstock.cli.help import Help
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
+from penstock.protocol.processes import exit_at_once
 
 
 class Command(NamedTuple):
@@ -156,6 +157,7 @@ def _add_commands(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. `argv` defaults to the process's arguments."""
+    exit_at_once()
     open_standard_streams()
     parser = build_parser()
     args, unknown = parser.parse_known_args(_expand(parser, argv))

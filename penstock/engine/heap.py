@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SOME = 5000  # frozen objects: Python 3.12 starts with hundreds, an engine freezes tens of thousands
 MANY = 50_000  # objects: more than a step of thousands of requests creates and drops
 TRIM_INTERVAL_S = 10.0
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
@@ -24,33 +23,17 @@ def settled_heap() -> Iterator[None]:
     New objects are still collected, once there are more than one step creates. On exit the frozen
     objects are collected as before.
     """
-    if gc.get_freeze_count() > SOME:  # an outer call has frozen them already
+    thresholds = gc.get_threshold()
+    if thresholds[0] == MANY:  # an outer call has frozen them already
         yield
         return
     gc.freeze()
-    thresholds = gc.get_threshold()
     gc.set_threshold(MANY, *thresholds[1:])
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-@contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Disable the garbage collector during imports.
-
-    Objects of modules are never freed. Walking them repeatedly takes a tenth of the time of
-    importing torch.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def return_large_blocks() -> None:

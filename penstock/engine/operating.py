@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import EngineConfig
 from penstock.config.vllm_methods import refuse_arguments, refuse_method
 from penstock.engine.core import EngineCore
-from penstock.engine.offline_metrics import Metric, OfflineMetrics
 from penstock.executor.in_process import InProcessExecutor
 from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.offline_metrics import Metric, OfflineMetrics
 
 T = TypeVar("T")
 
@@ -18,7 +20,7 @@ T = TypeVar("T")
 class OperatingMethods:
     config: EngineConfig
     engine: EngineCore
-    _metrics: OfflineMetrics | None
+    _metrics: OfflineMetrics | None = None
 
     def __getattr__(self, name: str) -> Any:
         refuse_method(type(self).__name__, name)

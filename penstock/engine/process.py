@@ -26,7 +26,7 @@ import zmq
 
 from penstock.engine import messages
 from penstock.engine.black_box import BlackBox
-from penstock.engine.heap import HeapTrimmer, collector_at_rest, settled_heap
+from penstock.engine.heap import HeapTrimmer, settled_heap
 from penstock.engine.messages import (
     CallResult,
     EngineFailed,
@@ -39,6 +39,7 @@ from penstock.engine.messages import (
 from penstock.protocol.calls import run_method
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError, PenstockError
+from penstock.protocol.processes import collector_at_rest
 from penstock.protocol.request import EngineRequest
 
 if TYPE_CHECKING:

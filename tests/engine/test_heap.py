@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections.abc import Callable
 
-from penstock.engine.heap import HeapTrimmer, collector_at_rest, settled_heap
+from penstock.engine.heap import HeapTrimmer, settled_heap
+from penstock.protocol.processes import collector_at_rest
 
 
 class Node:
@@ -65,6 +66,38 @@ def test_the_collector_rests_and_is_then_as_it_was() -> None:
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_what_imports_created_is_walked_neither_afterwards_nor_at_exit() -> None:
+    code = """
+import gc, sys
+from penstock.protocol.processes import collector_at_rest, exit_at_once
+
+CALL
+
+class Node:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        print("walked")
+
+with collector_at_rest():
+    Node()
+gc.collect()
+print("exit")
+"""
+    for call, printed in (
+        ("", "exit walked"),
+        ("exit_at_once()", "exit"),
+        ("exit_at_once(); sys.modules['triton'] = None", "exit walked"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("CALL", call)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == printed.split()
 
 
 HOLES = """
