@@ -14,16 +14,18 @@ def collector_at_rest() -> Iterator[None]:
     """Disable the garbage collector during imports, and freeze what they created.
 
     Objects of modules are not freed before exit. Walking them repeatedly takes a tenth of the time
-    of importing torch, and walking them once afterwards as much again.
+    of importing torch, and walking them once afterwards as much again. In a program that has torch
+    already, nothing is frozen: it may have models in reference cycles, which must stay collectable.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, had_torch = gc.isenabled(), "torch" in sys.modules
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            gc.freeze()
             gc.enable()
+        if was_enabled and not had_torch:
+            gc.freeze()
             atexit.register(gc.unfreeze)
 
 

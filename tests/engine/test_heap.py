@@ -68,6 +68,17 @@ def test_the_collector_rests_and_is_then_as_it_was() -> None:
     assert gc.isenabled()
 
 
+def test_a_program_with_torch_keeps_its_objects_collectable() -> None:
+    assert "torch" in sys.modules
+    model = Node()
+    alive = weakref.ref(model)
+    del model
+    with collector_at_rest():
+        pass
+    gc.collect()
+    assert alive() is None
+
+
 def test_what_imports_created_is_walked_neither_afterwards_nor_at_exit() -> None:
     code = """
 import gc, sys
