@@ -34,6 +34,9 @@ class CustomDrafter(Drafter):
         self.is_on_host = self._drafter.is_on_host
         self.knows_chances = self._drafter.knows_chances
 
+    def choose_layers(self, setup: DraftSetup) -> None:
+        self._drafter.choose_layers(setup)
+
     def load(self, setup: DraftSetup) -> None:
         self._drafter.load(setup)
 

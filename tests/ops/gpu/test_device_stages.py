@@ -168,5 +168,5 @@ def test_recurrent_layers_go_on_from_accepted_drafts(
         pool_of_last.enabled = False  # its graphs of accepted drafts may run once only
         found = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.engine.speculation_stats()
-    assert stats.num_draft_tokens > stats.num_accepted_tokens > stats.num_drafts
     assert [each.prompt_token_ids + each.outputs[0].token_ids for each in found] == expected
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > stats.num_drafts
