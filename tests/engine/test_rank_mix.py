@@ -27,7 +27,6 @@ from test_any_mix import (
 )
 
 from penstock import LLM
-from penstock.protocol.kv import RecurrentSpec
 
 __all__ = ["local_stages", "model"]
 
@@ -119,8 +118,7 @@ def test_pipeline_stages_give_what_one_rank_gives_alone(model: Model, seed: int)
     options["async_scheduling"] = rng.choice([None, None, False])
     options["enable_return_routed_experts"] = model.has_experts and rng.random() < 0.3
     settings = [copy(each) for each in model.speculation]
-    if not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values()):
-        settings.append({"method": "draft_model", "model": str(model.path)})
+    settings.append({"method": "draft_model", "model": str(model.path)})
     if seed % 4 != 1:
         options["speculative_config"] = {**rng.choice(settings), "adaptive": rng.random() < 0.3}
     with engine(model.path, **options) as llm:
