@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import penstock
 from penstock.cli.help import Help
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
-from penstock.protocol.processes import exit_at_once
+from penstock.protocol.processes import collector_at_rest, exit_at_once
 
 
 class Command(NamedTuple):
@@ -116,7 +116,8 @@ class Parser(argparse.ArgumentParser):
     def load(self) -> None:
         """Import the command and add its arguments."""
         if self.module is not None:
-            command = importlib.import_module(self.module)
+            with collector_at_rest():
+                command = importlib.import_module(self.module)
             self.module = None
             command.add_arguments(self)
             self.set_defaults(run=command.run, parser=self)

@@ -22,6 +22,7 @@ from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.heap import return_large_blocks
 from penstock.engine.outputs import start_engine
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.processes import collector_at_rest
 from penstock.server.http.sockets import listening_socket
 from penstock.server.outside import connect_outside
 from penstock.server.serving import StopRequest, serve_http
@@ -74,7 +75,7 @@ async def start(
         client,
         config,
         seeds=random.SystemRandom(),  # replicas and restarts must not repeat each other
-        meanwhile=lambda: importlib.import_module("penstock.server.app"),
+        meanwhile=import_app,
     )
     from penstock.server.service import Service
     from penstock.text.text_pool import TextPool
@@ -86,6 +87,12 @@ async def start(
     return Service(
         config, server_config, client, frontend, tool_servers, fingerprint, adapters, tracing
     )
+
+
+def import_app() -> None:
+    """Import the routes and their schemas, while the engine loads."""
+    with collector_at_rest():
+        importlib.import_module("penstock.server.app")
 
 
 def refuse_adapters(server_config: ServerConfig) -> None:

@@ -109,11 +109,11 @@ class ApiProcess:
         tracing, tool_servers = await connect_outside(server_config)
         version = hello.version
         frontend, source = await asyncio.to_thread(_load_frontend, version)
-        import penstock.server.app  # noqa: F401  # while the engines load
-        from penstock.server.run import system_fingerprint
+        from penstock.server.run import import_app, system_fingerprint
         from penstock.server.service import Service
         from penstock.text.frontend import open_media
 
+        import_app()
         begin = await self._begin
         assert self._client is not None
         if begin.config.model.model != version.model.model:  # another one was rolled through
