@@ -56,8 +56,10 @@ class MediaFolder:
         for root in self._roots:
             _remove_left(root)
             lock = root / f"{PREFIX}{LOCK}{self._first.removeprefix(PREFIX)}"
-            file = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            unseen = root / f"{self._first}-lock"  # others may only find it locked
+            file = os.open(unseen, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX)
+            unseen.rename(lock)
             weakref.finalize(self, _unlock, lock, file)
 
     def new(self) -> MediaFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,25 @@ def test_files_end_with_their_last_reference_and_locks_with_the_folder(roots: li
     assert second.path.exists()
     del first, second
     assert len(in_folders(roots)) == 2
+    del folder
+    assert not in_folders(roots)
+
+
+def test_a_process_that_starts_at_the_same_time_leaves_a_new_lock_alone(
+    roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def start_another_first(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        MediaFolder()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", start_another_first)
+    folder = MediaFolder()
+    locks = in_folders(roots)
+    assert len(locks) == len(roots)
+    assert all(path.name.startswith(files.PREFIX + files.LOCK) for path in locks)
     del folder
     assert not in_folders(roots)
 
