@@ -25,6 +25,7 @@ class NativeWeights:
     def __init__(self) -> None:
         self.parts: dict[str, PackedMatrix] = {}
         self.linear: PackedLinear | None = None
+        self.last: dict[Sequence[str], PackedLinear] = {}  # by the parts that it has
 
 
 class NativeMethod(LinearMethod):
@@ -75,7 +76,10 @@ class NativeMethod(LinearMethod):
     def apply_last(
         self, layer: MatrixLayer, parts: Sequence[str], x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return PackedLinear([layer.native.parts[name] for name in parts])(x, bias)
+        native = layer.native
+        if parts not in native.last:
+            native.last[parts] = PackedLinear([native.parts[name] for name in parts])
+        return native.last[parts](x, bias)
 
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         (matrix,) = layer.native.parts.values()
