@@ -194,15 +194,21 @@ class SlowMedia(InProcessMedia):
         return super().submit(payload, tenant)
 
 
+def with_slow_media(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch, loses: bool = False
+) -> tuple[Any, SlowMedia]:
+    media, pool = llm.frontend.media, SlowMedia(folder, loses)
+    media.info()
+    monkeypatch.setattr(media, "pool", pool)
+    return media, pool
+
+
 @pytest.mark.parametrize("loses", [False, True])
 def test_threads_that_ask_for_an_item_at_once_process_it_once(
     llm: LLM, folder: Path, loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If that fails, another one of them does."""
-    media = llm.frontend.media
-    media.info()
-    pool = SlowMedia(folder, loses)
-    monkeypatch.setattr(media, "pool", pool)
+    media, pool = with_slow_media(llm, folder, monkeypatch, loses)
     if not loses:
         monkeypatch.setattr(media, "_keep", lambda item: None)  # they share what runs
     lookups: list[bool] = []
@@ -230,10 +236,7 @@ def test_threads_that_ask_for_an_item_at_once_process_it_once(
 def test_an_item_is_not_waited_for_if_another_tenant_has_it_processed(
     llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    media = llm.frontend.media
-    media.info()
-    pool = SlowMedia(folder, loses=False)
-    monkeypatch.setattr(media, "pool", pool)
+    media, pool = with_slow_media(llm, folder, monkeypatch)
     content = read_item(picture(60, 60, 85), "image", "x")
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(JobScope(each).run, media.process, content) for each in "ab"]
@@ -247,10 +250,7 @@ def test_an_item_is_not_waited_for_if_another_tenant_has_it_processed(
 def test_a_thread_that_waits_for_an_item_of_another_one_can_leave(
     llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    media = llm.frontend.media
-    media.info()
-    pool = SlowMedia(folder, loses=False)
-    monkeypatch.setattr(media, "pool", pool)
+    media, pool = with_slow_media(llm, folder, monkeypatch)
     content = read_item(picture(60, 60, 90), "image", "x")
     leaver = JobScope()
     with ThreadPoolExecutor(2) as threads:
