@@ -17,7 +17,7 @@ import json
 import statistics
 from pathlib import Path
 
-from host_cost import cpu_time
+from api_cost import cpu_time
 from http_ratio import HERE, Running, measure, serving
 
 MEASURES = {  # and whether more is better
