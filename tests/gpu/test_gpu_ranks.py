@@ -16,18 +16,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_runs import PROMPTS, SETTINGS, as_inputs, prompt_logprobs, run, sampling, tokens
+from test_gpu_lora import write_adapter
 from tiny_models import make_checkpoint
 
 from penstock import llm as llm_module
 from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.multi_process import MultiProcessExecutor
+from penstock.layers.build import Build
+from penstock.layers.expert_exchange import ExpertExchange, GatheringExchange
+from penstock.layers.expert_placement import PlacedExperts
 from penstock.llm import LLM
 from penstock.loading.source import ModelSource
+from penstock.ops.registry import Ops
 from penstock.protocol.errors import EngineDeadError
 from penstock.runner.graphs import GraphPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 # Chosen over shards; the last two gather.
 SHARDED = [
     sampling(),
@@ -111,6 +118,51 @@ def test_experts_of_two_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
     found, steps = run_ranks(model, SHARDED)
     assert found == expected
     assert steps["graph_steps"] > steps["eager_steps"]
+
+
+@pytest.mark.usefixtures("shared_gpu")
+@pytest.mark.parametrize("backend", ["all_to_all", "allgather_reducescatter"])
+def test_experts_of_two_replicas_give_one_ranks_tokens(tmp_path: Path, backend: str) -> None:
+    """Also with adapters of experts. Gloo takes what replicas exchange."""
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    adapters = [write_adapter(tmp_path / f"a{n}", model, n, 4, EXPERTS) for n in range(2)]
+    mixed = [None, *adapters, *adapters, None]
+    settings: dict[str, Any] = {**SETTINGS, "dtype": "float32", "enable_lora": True}
+    spread = {"data_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": backend}
+    found = []
+    for options in ({}, spread):
+        with LLM(str(model), **settings, **options) as llm:
+            found.append([
+                tokens(llm.generate(as_inputs(PROMPTS), SHARDED, lora_request=own, use_tqdm=False))
+                for own in (None, mixed)
+            ])  # fmt: skip
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("kind", [ExpertExchange, GatheringExchange])
+def test_nccl_takes_what_experts_exchange(tmp_path: Path, kind: type[ExpertExchange]) -> None:
+    """Of a single rank, as there is one GPU."""
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
+    try:
+        ep, here = RankGroup(0, 1, dist.group.WORLD), torch.device("cuda")
+        build = Build(torch.float32, here, 64, Ops("cpu"), Mesh(ep=ep))
+        x, weights = torch.randn(5, 8, device=here), torch.rand(5, 2, device=here)
+        ids = torch.tensor([[3, 1], [0, 2], [1, 0], [2, 3], [3, 0]], device=here)
+        slots = torch.tensor([-1, 0, 3, -1, 1], dtype=torch.int32, device=here)
+
+        def run(
+            slots: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+        ) -> torch.Tensor:
+            """Tells experts and slots apart."""
+            return x * (weights * (1 + ids)).sum(1, keepdim=True) * (2 + slots)[:, None]
+
+        placed = PlacedExperts([(0, 1, 2, 3)], 4, 0, here)
+        found = kind(build, 8, False)(x, weights, ids, slots, placed, run)
+        torch.testing.assert_close(found, run(slots, x, weights, ids))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("shared_gpu")
