@@ -9,6 +9,7 @@ from test_core import MAX_MODEL_LEN, LateExecutor, make_limits
 
 from penstock.engine import messages
 from penstock.engine.core import EngineCore
+from penstock.engine.group import NO_STEP
 from penstock.engine.messages import CallResult
 from penstock.executor.finished_jobs import FinishedJobs
 from penstock.kvcache.manager import KVCacheManager
@@ -16,6 +17,7 @@ from penstock.protocol.adapter import FinishedJob
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import EngineDeadError, InputError, RequestFault
 from penstock.protocol.request import EngineRequest
+from penstock.protocol.step import StepPlan
 from penstock.scheduler.scheduler import Scheduler
 
 
@@ -104,6 +106,20 @@ def test_an_aborted_request_leaves_its_fetch_to_the_next_one(depth: int) -> None
     core.add(second)
     tokens = [token for delta in run(core) for token in delta.token_ids]
     assert tokens == expected_output(second, MAX_MODEL_LEN)[0]
+    stats = core.adapter_stats()
+    assert stats is not None
+    assert stats.num_loads == 1
+
+
+def test_a_step_that_a_core_only_joined_brings_back_its_fetches() -> None:
+    """Its own steps would never tell: the worker reports a fetch once."""
+    core, device = make_core(1)
+    first = add(core, device, "A")
+    begin_fetch(core, device)
+    core.abort([first.request_id])
+    device.end_fetches()
+    core.join_step(StepPlan(step_id=NO_STEP, scheduled=[]))
+    assert core.end_step(None, []) == []
     stats = core.adapter_stats()
     assert stats is not None
     assert stats.num_loads == 1
