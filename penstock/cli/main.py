@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 invalid request or configuration, 130 interr
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import importlib
 import os
@@ -160,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. `argv` defaults to the process's arguments."""
     exit_at_once()
     open_standard_streams()
+    atexit.register(drop_unwritten_log)
     parser = build_parser()
     args, unknown = parser.parse_known_args(_expand(parser, argv))
     if unknown:
@@ -212,6 +214,14 @@ def open_standard_streams() -> None:
             stream = open(os.devnull, mode)  # noqa: SIM115  # gets the lowest free descriptor: its own
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
+
+
+def drop_unwritten_log() -> None:
+    """At exit: what a full disk did not take of the log does not change the exit code."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> str:

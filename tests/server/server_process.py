@@ -201,10 +201,14 @@ def environments() -> Iterator[bytes]:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's with more in it; folders of modules come on top of those that it has."""
+    """This process's with more in it; folders of modules come on top of those that it has.
+
+    Output is buffered, as users have it.
+    """
     paths = [each["PYTHONPATH"] for each in (more, os.environ) if each.get("PYTHONPATH")]
     path = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-    return {**os.environ, **more, **path}
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**own, **more, **path}
 
 
 def children_of(pid: int) -> set[int]:
