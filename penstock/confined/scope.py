@@ -3,8 +3,8 @@
 Work on a request runs in a thread and submits confined jobs deep in the call stack. The thread's
 scope knows the tenant. It is cancelled when the client leaves.
 
-Work that may wait for seconds, such as on media, needs a turn. Each tenant has a few, so that no
-tenant's work takes all threads.
+Work that may wait for seconds, on media or long texts, needs a turn. Each tenant has a few, so that
+no tenant's work takes all threads.
 """
 
 from __future__ import annotations

@@ -37,14 +37,12 @@ if TYPE_CHECKING:
     from penstock.server.operations.tracing import Tracing
     from penstock.server.responses.tool_servers import ToolServers
 
-# How many threads compute at once. There are more threads, because a thread that waits for a
-# confined process releases its slot.
-NUM_TEXT_SLOTS = 4
-NUM_TEXT_THREADS = 160
-# Requests with media have threads of their own, in which they also wait for other servers. Each
-# tenant uses some of them at a time. Its further requests wait, without a thread.
-NUM_MEDIA_THREADS = 256
-NUM_MEDIA_TURNS = 32
+NUM_TEXT_SLOTS = 4  # threads that compute at once
+# Requests with media, long texts or templates of their own have separate threads, in which they
+# also wait for confined processes and other servers. Each tenant uses some of them at a time. Its
+# further requests wait, without a thread.
+NUM_WAITING_THREADS = 256
+NUM_TURNS = 32
 # Requests above this size are parsed in threads and have separate slots: thousands of items take
 # tens of milliseconds, millions of characters take seconds.
 LARGE_BODY_BYTES = 32 * 1024
@@ -99,15 +97,15 @@ class Service:
         self.on_tool_turn: Callable[[bool, bool, str], None] = lambda *_: None
         self._numbers = itertools.count()
         self._engine_id_suffix = engine_id_suffix
-        self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self._threads = ThreadPoolExecutor(NUM_TEXT_SLOTS, thread_name_prefix="text")
         self._slots = threading.Semaphore(NUM_TEXT_SLOTS)
-        self._large_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="large")
+        self._large_threads = ThreadPoolExecutor(NUM_LARGE_SLOTS, thread_name_prefix="large")
         self._large_slots = threading.Semaphore(NUM_LARGE_SLOTS)
-        self._media_threads = ThreadPoolExecutor(NUM_MEDIA_THREADS, thread_name_prefix="media")
-        self._media_turns = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant, while in use
+        self._waiting_threads = ThreadPoolExecutor(NUM_WAITING_THREADS, thread_name_prefix="wait")
+        self._turns = WeakValueDictionary[str, asyncio.Semaphore]()  # by tenant, while in use
 
     def close(self) -> None:
-        for threads in (self._threads, self._large_threads, self._media_threads):
+        for threads in (self._threads, self._large_threads, self._waiting_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         if self.text_pool is not None:
             self.text_pool.close()
@@ -250,7 +248,7 @@ class Service:
         """Run work on text (tokenizing, rendering) without blocking the event loop.
 
         Large requests wait for each other. Small requests never wait for large ones. Work that
-        turns out to need media starts again when its tenant has a turn for that. Cancelling this
+        turns out to need a turn starts again when its tenant has one. Cancelling this
         also cancels the confined job that the work waits for.
         """
         is_large = is_large_request()
@@ -261,9 +259,9 @@ class Service:
             return await _run_in(threads, scope, work, *arguments)
         except NeedsTurn:
             pass
-        turns = self._media_turns.setdefault(tenant, asyncio.Semaphore(NUM_MEDIA_TURNS))
+        turns = self._turns.setdefault(tenant, asyncio.Semaphore(NUM_TURNS))
         async with turns:
-            return await _run_in(self._media_threads, JobScope(tenant, slots), work, *arguments)
+            return await _run_in(self._waiting_threads, JobScope(tenant, slots), work, *arguments)
 
     @property
     def max_counted_tokens(self) -> int:

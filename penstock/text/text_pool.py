@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.confined.errors import TooMuchMemory, TooMuchTime
 from penstock.confined.pool import ConfinedPool, Limits
-from penstock.confined.scope import run_confined
+from penstock.confined.scope import need_turn, run_confined
 from penstock.protocol.errors import InputError
 from penstock.text.pieces import MAX_PIECE_LENGTH
 from penstock.text.text_worker import ENCODE, ENCODE_WHOLE, ENTRY, ID_TYPE, RENDER, RenderReply
@@ -19,7 +19,7 @@ from penstock.text.tokenizer import Tokenizer
 
 # Limits of one piece of text or one template. A large vocabulary takes some hundred MB per process,
 # so there are few.
-LIMITS = Limits(cpu_s=10.0, memory_bytes=192 * 2**20, num_workers=2, max_queued=64)
+LIMITS = Limits(cpu_s=10.0, memory_bytes=192 * 2**20, num_workers=2)
 
 _read_reply = msgspec.json.Decoder(RenderReply).decode
 
@@ -42,6 +42,7 @@ class TextPool:
                 f"the text has a stretch of more than {MAX_PIECE_LENGTH} characters without a "
                 "boundary to split at, such as a space after a word: send token ids"
             )
+        need_turn()
         kind = ENCODE_WHOLE if add_special_tokens else ENCODE
         try:
             answer = run_confined(self.pool, kind + piece.encode())
@@ -56,6 +57,7 @@ class TextPool:
         self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> str:
         """Render a conversation with a client's own template."""
+        need_turn()
         given = [template, self._special_tokens, messages, options]
         job = json.dumps(given, default=dict).encode()
         try:

@@ -18,8 +18,7 @@ from penstock.server.http.middleware import BodyLimit
 from penstock.server.openai import chat_batch
 from penstock.server.service import (
     LARGE_BODY_BYTES,
-    NUM_MEDIA_TURNS,
-    NUM_TEXT_THREADS,
+    NUM_TURNS,
     Service,
     current_body_bytes,
 )
@@ -87,21 +86,21 @@ def test_text_and_other_tenants_do_not_wait_for_media(service: Service, size: in
         return threading.current_thread().name
 
     async def run() -> None:
-        count = NUM_TEXT_THREADS + 10
+        count = 5 * NUM_TURNS + 10
         media = [asyncio.ensure_future(handle(size, prepare, service)) for _ in range(count)]
-        while service._media_turns.get("") is None or not service._media_turns[""].locked():
+        while service._turns.get("") is None or not service._turns[""].locked():
             await asyncio.sleep(0)
         assert await asyncio.wait_for(handle(size, lambda: 7, service), 120) == 7
         token = current_tenant.set("other")
         other = asyncio.ensure_future(handle(size, lambda: need_turn() or 8, service))
         current_tenant.reset(token)
         assert await asyncio.wait_for(other, 120) == 8
-        assert len(service._media_threads._threads) <= NUM_MEDIA_TURNS + 1
+        assert len(service._waiting_threads._threads) <= NUM_TURNS + 1
         for task in media[-5:]:  # their clients leave
             task.cancel()
         release.set()
         names = await asyncio.gather(*media[:-5])
-        assert all(name.startswith("media") for name in names)
+        assert all(name.startswith("wait") for name in names)
         assert len(done) == len(names)
 
     try:
@@ -109,7 +108,7 @@ def test_text_and_other_tenants_do_not_wait_for_media(service: Service, size: in
     finally:
         release.set()
     gc.collect()  # tracebacks of those who left
-    assert not service._media_turns, "nothing is left of tenants"
+    assert not service._turns, "nothing is left of tenants"
 
 
 def test_of_a_batch_nothing_more_is_prepared_once_its_client_has_left(

@@ -12,8 +12,9 @@ import pytest
 from tiny_tokenizers import byte_level_backend
 
 from penstock.confined.errors import PoolClosed
-from penstock.confined.scope import JobScope
+from penstock.confined.scope import JobScope, NeedsTurn
 from penstock.protocol.errors import InputError
+from penstock.server.service import NUM_WAITING_THREADS
 from penstock.text.pieces import MAX_PIECE_LENGTH
 from penstock.text.renderers.template import ChatTemplate
 from penstock.text.text_pool import LIMITS, TextPool
@@ -151,3 +152,17 @@ def test_work_that_waits_gives_its_slot_away_and_ends_when_its_client_leaves(
     assert other.run(pool.render, "fine", [USER], {}) == "fine"
     assert slots.acquire(blocking=False)  # all are back
     pool.close()
+
+
+def test_long_texts_and_templates_need_a_turn(pool: TextPool) -> None:
+    without = JobScope("a", has_turn=False)
+    with pytest.raises(NeedsTurn):
+        without.run(pool.encode_piece, "hello")
+    with pytest.raises(NeedsTurn):
+        without.run(pool.render, "hello", [USER], {})
+    assert JobScope("a").run(pool.render, "hello", [USER], {}) == "hello"
+
+
+def test_each_thread_that_may_wait_has_a_place_in_the_queue() -> None:
+    """So no burst of long texts is refused."""
+    assert LIMITS.max_queued >= NUM_WAITING_THREADS
