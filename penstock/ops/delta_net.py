@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.ops.recurrent import StateChunks, StateDrafts, StateStep, fresh_or
+from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
 
 EPS = 1e-6  # added under the root when a query or key is normalized
 
@@ -39,8 +39,11 @@ def gated_delta_rule(
         )
     if step.drafts is not None:
         rows = step.drafts.step_rows
-        output[rows] = _delta_drafts(
-            query[rows], key[rows], value[rows], g[rows], beta[rows], states, step.drafts
+        q, k, v, decay, rate = (each[rows] for each in (query, key, value, g, beta))
+        output[rows] = step.drafts.compute(
+            states,
+            output.new_zeros(v.shape),
+            lambda own, state: _update(q[own], k[own], v[own], decay[own], rate[own], state),
         )
     return output
 
@@ -68,22 +71,6 @@ def _update(
     change = (value.float() - known) * beta[..., None]
     state = state + key[..., None] * change[:, :, None]
     return (query @ state)[:, :, 0], state
-
-
-def _delta_drafts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-    drafts: StateDrafts,
-) -> torch.Tensor:
-    return drafts.compute(
-        states,
-        torch.zeros(value.shape, dtype=torch.float32, device=value.device),
-        lambda own, state: _update(query[own], key[own], value[own], g[own], beta[own], state),
-    )
 
 
 def delta_chunks(

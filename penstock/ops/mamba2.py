@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.recurrent import StateChunks, StateDrafts, StateStep, fresh_or
+from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,11 @@ def mamba2_scan(
         )
     if step.drafts is not None:
         rows = step.drafts.step_rows
-        output[rows] = _mamba2_drafts(
-            x[rows], dt[rows], b[rows], c[rows], weights, states, step.drafts
+        x, dt, b, c = (each[rows] for each in (x, dt, b, c))
+        output[rows] = step.drafts.compute(
+            states,
+            output.new_zeros(x.shape),
+            lambda own, state: _update(x[own], dt[own], b[own], c[own], weights, state),
         )
     return output
 
@@ -72,22 +75,6 @@ def _update(
     decay = torch.exp(dt * weights.a)[..., None, None]
     state = state * decay + (x * dt[..., None])[..., None] * b[:, :, None]
     return (state @ c[..., None])[..., 0] + weights.d[:, None] * x, state
-
-
-def _mamba2_drafts(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    weights: SpaceWeights,
-    states: torch.Tensor,
-    drafts: StateDrafts,
-) -> torch.Tensor:
-    return drafts.compute(
-        states,
-        torch.zeros(x.shape, dtype=torch.float32, device=x.device),
-        lambda own, state: _update(x[own], dt[own], b[own], c[own], weights, state),
-    )
 
 
 def mamba2_chunks(
