@@ -24,7 +24,7 @@ from penstock.runner.runner import ModelRunner
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from test_device_path import OPTIONS, SHAPE, VOCAB_SIZE, sampling, use_device_parts
+from device_parts import OPTIONS, SHAPE, VOCAB_SIZE, sampling, use_device_parts
 
 from penstock.runner.device_steps import DeviceSteps
 from penstock.runner.device_tables import DeviceTables

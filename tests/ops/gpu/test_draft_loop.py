@@ -20,7 +20,8 @@ from penstock.runner.drafters.mtp import MtpDrafter
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from test_device_path import HYBRID, OPTIONS, SHAPE, generate, sampling, take_device_path
+from device_parts import OPTIONS, PROMPTS, SHAPE, generate, sampling, take_device_path
+from test_device_path import HYBRID
 
 from penstock.ops.triton.drafting import draft_rows
 from penstock.runner.drafters.loop import DraftLoop
@@ -137,8 +138,6 @@ def judge(drafter: RecordingModel, expected: list[list[int]]) -> tuple[int, int]
 
 
 def texts(outputs: list[list[int]]) -> list[list[int]]:
-    from test_device_path import PROMPTS
-
     prompts = [prompt["prompt_token_ids"] for prompt in PROMPTS]
     return [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
 
