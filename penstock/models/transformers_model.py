@@ -179,9 +179,8 @@ def _construct(build: Build, name: str, raw: Mapping[str, Any]) -> PreTrainedMod
             )
             model.train(False)
     except Exception as error:  # third-party code may raise anything
-        raise ModelError(
-            f"config.json: transformers cannot make {name} of it: {type(error).__name__}: {error}"
-        ) from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())  # which may have several lines
+        raise ModelError(f"config.json: transformers cannot make {name} of it: {why}") from error
     return model
 
 

@@ -148,8 +148,12 @@ def test_random_weights_are_made_for_all_of_them() -> None:
             }),
             r"frequencies \(rope_type dynamic\) that change with the longest request",
         ),
+        (
+            {**config_of("StableLm"), "max_position_embeddings": "x"},
+            r"^config.json: transformers cannot make StableLmForCausalLM of it: [^\n]+$",
+        ),
     ],
-    ids=["no interface", "convolutions", "two sizes", "dynamic"],
+    ids=["no interface", "convolutions", "two sizes", "dynamic", "several lines"],
 )  # fmt: skip
 def test_what_cannot_run_that_way_is_refused_with_the_reason(
     config: dict[str, Any], reason: str
