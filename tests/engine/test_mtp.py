@@ -17,7 +17,7 @@ from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError
-from penstock.runner.drafters.mtp import MtpDrafter
+from penstock.runner.drafters.mtp import KEY, MtpDrafter
 
 
 class Watched(Recording, MtpDrafter):
@@ -151,7 +151,11 @@ def test_replicas_that_share_experts_draft_by_themselves(
 def test_models_without_mtp_layers_are_refused(tiny_llama: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mtp is not supported for LlamaForCausalLM"):
         open_llm(tiny_llama, speculative_config={"method": "mtp"})
-    for declared, text in ((0, "has no MTP layer"), (1, r"cannot be loaded .*lacks .*eh_proj")):
+    for declared, text in (
+        (0, "has no MTP layer"),
+        (1, f"cannot be loaded .*lacks .*eh_proj.* {KEY} 1: use draft_model"),
+        (2, f"2 MTP layers .*lacks .*eh_proj.* {KEY} 2: lower num_speculative_tokens"),
+    ):
         folder = tmp_path / str(declared)
         target = make_checkpoint(folder, "glm4_moe", num_nextn_predict_layers=declared)
         with pytest.raises(ConfigError, match=text):

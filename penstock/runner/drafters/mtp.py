@@ -55,9 +55,10 @@ class MtpDrafter(HeadDrafter):
                 create,
             )  # fmt: skip
         except ModelError as error:  # some checkpoints come without the layers that they declare
+            fewer = "lower num_speculative_tokens if it has fewer of them, or " * (used > 1)
             raise ConfigError(
-                f"the MTP layers of {source.name} cannot be loaded ({error}): use draft_model, "
-                "ngram or suffix"
+                f"{used} MTP layers of {source.name} cannot be loaded ({error}), and config.json "
+                f"has {KEY} {declared}: {fewer}use draft_model, ngram or suffix"
             ) from error
         assert isinstance(head, MtpHead)
         if declared > 1 or self.num_drafts > 1:
