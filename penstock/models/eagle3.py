@@ -74,7 +74,7 @@ class Eagle3(EagleHead):
         self.layers = nn.ModuleList([DraftLayer(build, config)])
         self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
         self.vocabulary: DraftVocabulary | None = None
-        if is_smaller:
+        if is_smaller or "d2t" in own:
             self.vocabulary = DraftVocabulary(
                 "d2t", draft_vocab_size, config.vocab_size, build.device
             )
@@ -109,16 +109,6 @@ class Eagle3(EagleHead):
         """What attention reads, and the normed hidden states in it."""
         normed = layer.hidden_norm(hidden)
         return torch.cat([layer.input_layernorm(embedded.to(self.dtype)), normed], dim=-1), normed
-
-
-def check_architecture(raw: Mapping[str, Any]) -> None:
-    """Raise ModelError unless a config.json says that it is an EAGLE-3 head."""
-    names = raw.get("architectures") or []
-    if not any("eagle3" in str(name).lower() for name in names):
-        raise ModelError(
-            f"config.json: architectures {names!r:.100} is not an EAGLE-3 head, which has "
-            "LlamaForCausalLMEagle3 or Eagle3Speculator there"
-        )
 
 
 def aux_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

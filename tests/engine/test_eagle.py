@@ -95,7 +95,7 @@ def test_other_checkpoints_are_refused_with_their_method(tiny_llama: str, tmp_pa
     for method, model, text in (
         ("eagle", third, "use method eagle3"),
         ("eagle", tiny_llama, "use method draft_model"),
-        ("eagle3", first, "is an EAGLE head: use method eagle"),
+        ("eagle3", first, "is not an EAGLE-3 head: use method eagle$"),
     ):
         with pytest.raises(ConfigError, match=text):
             open_llm(tiny_llama, speculative_config={"method": method, "model": str(model)})

@@ -98,7 +98,9 @@ def test_tokens_and_logprobs_are_those_without_a_head(
         assert llm.engine.speculation_stats().num_draft_tokens > 100
 
 
-@pytest.mark.parametrize("num_tokens", [96, None], ids=["own head", "the target's head"])
+@pytest.mark.parametrize(
+    "num_tokens", [96, 256, None], ids=["own head", "own head for all tokens", "the target's head"]
+)
 @pytest.mark.parametrize("embeds", [False, True], ids=["the target's embedding", "own embedding"])
 def test_a_heads_own_matrices_take_the_place_of_the_targets(
     tiny_llama: str, tmp_path: Path, embeds: bool, num_tokens: int | None, expected: list[Any]
@@ -196,9 +198,10 @@ def test_heads_of_the_speculators_library_are_the_same(
     [
         ({"vocab_size": 300}, ConfigError, "vocab_size 300, this one's is 256"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 9]}, ModelError, "0 to 2, got"),
-        ({"architectures": ["LlamaForCausalLM"]}, ModelError, "not an EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"]}, ConfigError, "not an EAGLE-3 head.* use method"),
+        ({"architectures": 5}, ConfigError, "not an EAGLE-3 head.* not 5"),
     ],
-    ids=["vocabulary", "layers", "not a head"],
+    ids=["vocabulary", "layers", "not a head", "no architecture"],
 )
 def test_a_head_for_another_target_is_refused(
     tiny_llama: str, tmp_path: Path, changes: dict[str, Any], error: type[Exception], text: str

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.layers.build import Build
 from penstock.loading.speculators import flatten, head_method
 from penstock.models.base import Model
-from penstock.models.eagle3 import Eagle3, aux_layers, check_architecture
+from penstock.models.eagle3 import Eagle3, aux_layers
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafter import DraftSetup
 from penstock.runner.drafters.eagle_head import EagleHeadDrafter
@@ -19,9 +19,16 @@ class Eagle3Drafter(EagleHeadDrafter):
 
     def choose_layers(self, setup: DraftSetup) -> None:
         settings = flatten(self.source(setup).config)
-        if head_method(settings) == "eagle":
-            raise ConfigError(f"{self._name} is an EAGLE head: use method eagle")
-        check_architecture(settings)
+        method = head_method(settings)
+        if method is None:
+            raise ConfigError(
+                f"{self._name} is not an EAGLE-3 head, which has LlamaForCausalLMEagle3 or "
+                "Eagle3Speculator as architectures in config.json, not "
+                f"{settings.get('architectures')!r:.80}: use method eagle for a head of the first "
+                "EAGLE, draft_model for a whole model"
+            )
+        if method != "eagle3":
+            raise ConfigError(f"{self._name} is not an EAGLE-3 head: use method {method}")
         if not setup.target.gives_aux:
             raise ConfigError(
                 f"{type(setup.target).__name__} does not give hidden states of its layers: method "
