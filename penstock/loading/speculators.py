@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.config.speculative import MOST_TOKENS
 from penstock.loading.source import ModelSource, resolve_source
 from penstock.protocol.errors import ConfigError, ModelError
 
@@ -67,6 +68,8 @@ def head_method(settings: Mapping[str, Any]) -> str | None:
     None for other models, and for heads without a name of their own.
     """
     names = settings.get("architectures")
+    if names is None and "medusa_num_heads" in settings:  # as the Medusa authors write it
+        return "medusa"
     text = " ".join(map(str, names)).lower() if isinstance(names, list) else ""
     return next((method for method in ("eagle3", "eagle", "medusa") if method in text), None)
 
@@ -113,9 +116,9 @@ def _num_tokens(settings: Mapping[str, Any]) -> int | None:
     proposals = settings["speculators_config"].get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals else None
     found = first.get("speculative_tokens") if isinstance(first, dict) else None
-    if found is not None and (type(found) is not int or found < 1):
+    if found is not None and (type(found) is not int or not 1 <= found <= MOST_TOKENS):
         raise ModelError(
             "config.json: speculators_config.proposal_methods.speculative_tokens must be an "
-            f"integer of at least 1, got {found!r:.80}"
+            f"integer from 1 to {MOST_TOKENS}, got {found!r:.80}"
         )
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from eagle_heads import make_eagle, make_head
+from medusa_heads import make_heads
 from tiny_engine import OPTIONS, greedy_tokens, open_llm, random_prompts
 
 from penstock import AsyncLLM, SamplingParams
@@ -88,14 +89,17 @@ def test_an_engine_in_another_process_and_two_ranks_do_so_too(
             "the verifier of the drafter .*drafter cannot be loaded.*/no/such.*"
             'speculative_config {"method": "eagle3", "model": ".*drafter"}',
         ),
-        (
-            {
-                "speculators_config": {
-                    "verifier": {"name_or_path": "x"},
-                    "proposal_methods": [{"speculative_tokens": 0}],
-                }
-            },
-            "speculative_tokens must be an integer of at least 1, got 0",
+        *(
+            (
+                {
+                    "speculators_config": {
+                        "verifier": {"name_or_path": "x"},
+                        "proposal_methods": [{"speculative_tokens": count}],
+                    }
+                },
+                f"speculative_tokens must be an integer from 1 to 64, got {count}",
+            )
+            for count in (0, 65)
         ),
     ],
 )
@@ -118,10 +122,16 @@ def test_another_type_as_a_drafter_is_refused_by_its_name(tiny_llama: str, tmp_p
         open_llm(tiny_llama, speculative_config={"method": "eagle3", "model": drafter})
 
 
-def test_a_head_that_names_no_verifier_is_refused_as_model(tiny_llama: str, tmp_path: Path) -> None:
-    head, _ = make_head(tmp_path / "head", Path(tiny_llama))
-    with pytest.raises(ConfigError, match=r'is a draft head.*"method": "eagle3"'):
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_a_head_that_names_no_verifier_is_refused_as_model(
+    tiny_llama: str, tmp_path: Path, method: str
+) -> None:
+    if method == "eagle3":
+        head, _ = make_head(tmp_path / "head", Path(tiny_llama))
+    else:
+        head = make_heads(tmp_path / "head", Path(tiny_llama))
+    with pytest.raises(ConfigError, match=f'is a draft head.*"method": "{method}"'):
         open_llm(str(head))
     drafts = {"method": "draft_model", "model": str(head)}
-    with pytest.raises(ConfigError, match="is a draft head: use method eagle3"):
+    with pytest.raises(ConfigError, match=f"is a draft head: use method {method}"):
         open_llm(tiny_llama, speculative_config=drafts)
