@@ -65,10 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
         require_matplotlib()
     from penstock.config import EngineConfig
-    from penstock.loading.source import resolve_source
+    from penstock.loading.speculators import find_model
 
-    config = EngineConfig.from_options({**options, "load_format": "dummy"})
-    source = resolve_source(config.model, config.load)
+    config, source = find_model(EngineConfig.from_options({**options, "load_format": "dummy"}))
     # Imported here: a wrong option or name must fail before torch is imported.
     from penstock.planning.plan import Planner, as_document, make_plan
     from penstock.planning.report import text_of

@@ -50,6 +50,18 @@ def test_every_way_to_use_the_gpus_is_shown(model: str, capsys: pytest.CaptureFi
     assert any("Nothing was measured on h100" in text for text in document["assumptions"])
 
 
+def test_the_model_of_a_drafter_is_planned(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    settings: dict[str, Any] = {"speculators_model_type": "eagle3"}
+    settings["speculators_config"] = {"verifier": {"name_or_path": model}}
+    (drafter / "config.json").write_text(json.dumps(settings))
+    sizes = ("--gpus", "2", "--gpu", "h100")
+    assert plan(capsys, str(drafter), *sizes) == plan(capsys, model, *sizes)
+
+
 @pytest.mark.parametrize(("tp", "leaves"), [(4, False), (8, True)])
 def test_what_leaves_a_node_takes_longer(
     model: str, capsys: pytest.CaptureFixture[str], tp: int, leaves: bool
