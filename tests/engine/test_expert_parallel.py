@@ -94,7 +94,6 @@ def kill_rank(llm: LLM, rank: int) -> None:
         pytest.param(
             "deepseek_v2", {}, BALANCED | {"quantization": "int8"}, marks=pytest.mark.slow
         ),
-        pytest.param("mixtral", {}, BALANCED | {"quantization": "fp8"}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", {}, IN_CHUNKS, marks=pytest.mark.slow),
         # The first stage has no experts.
         pytest.param(
@@ -132,6 +131,10 @@ def test_two_ranks_with_some_experts_each_give_one_ranks_tokens(
         pytest.param("qwen3_moe", 1, IN_CHUNKS, True, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, IN_CHUNKS, False, marks=pytest.mark.slow),
         pytest.param("mixtral", 1, {"cpu_backend": "torch"}, False, marks=pytest.mark.slow),
+        # With tensor parallelism, each rank would round its own share of a row.
+        pytest.param(
+            "mixtral", 1, BALANCED | {"quantization": "fp8"}, False, marks=pytest.mark.slow
+        ),
         pytest.param("llama4", 1, {}, False, marks=pytest.mark.slow),
         pytest.param("llama4", 1, GATHERED, False, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", 1, GATHERED | BALANCED, False, marks=pytest.mark.slow),
