@@ -13,13 +13,14 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.expert_placement import PlacedExperts
-from penstock.protocol.step import NO_SLOT
 
 # (x [n, hidden], weights [n, k], ids [n, k]) -> weighted sums [n, hidden]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# The same for rows of all replicas, which begins with their adapter slots [n] int32. Each slot
-# stands for `n // len(slots)` rows, one after the other.
-RunReceived = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# The same for rows of all replicas, which begins with their adapter slots [n] int32; None: without
+# adapters. Each slot stands for `n // len(slots)` rows, one after the other.
+RunReceived = Callable[
+    [torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
 
 
 def run_scaled(run: Run, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,7 @@ class ExpertExchange(nn.Module):
         x: torch.Tensor,  # [n, hidden_size]
         weights: torch.Tensor,  # [n, top_k] float32
         ids: torch.Tensor,  # [n, top_k]
-        slots: torch.Tensor,  # [n] int32: of adapters
+        slots: torch.Tensor | None,  # [n] int32: of adapters; None: no rank has any
         placed: PlacedExperts,
         run: RunReceived,  # this rank's experts, by their places
     ) -> torch.Tensor:
@@ -60,24 +61,32 @@ class ExpertExchange(nn.Module):
         count = len(x)
         size = -(-count // self.tp.size)  # tokens of a rank
         own = slice(min(self.tp.rank * size, count), min((self.tp.rank + 1) * size, count))
-        output = self._exchange(x[own], weights[own], ids[own], slots[own], placed, run)
+        slots = None if slots is None else slots[own]
+        output = self._exchange(x[own], weights[own], ids[own], slots, placed, run)
         if self.tp.size == 1 or not count:
             return output
         return self.tp.stack(_padded(output, size)).flatten(0, 1)[:count]
 
-    def join(self, placed: PlacedExperts, run: RunReceived, dtype: torch.dtype, top_k: int) -> None:
+    def join(
+        self,
+        placed: PlacedExperts,
+        run: RunReceived,
+        dtype: torch.dtype,
+        top_k: int,
+        has_slots: bool,
+    ) -> None:
         """Compute other replicas' tokens in a step in which this one has none."""
         x = torch.empty(0, self.hidden_size, dtype=dtype, device=self.device)
         weights = torch.empty(0, top_k, device=self.device)
         ids = weights.int()
-        self._exchange(x, weights, ids, ids[:, 0], placed, run)
+        self._exchange(x, weights, ids, ids[:, 0] if has_slots else None, placed, run)
 
     def _exchange(
         self,
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
-        slots: torch.Tensor,
+        slots: torch.Tensor | None,
         placed: PlacedExperts,
         run: RunReceived,
     ) -> torch.Tensor:
@@ -94,10 +103,13 @@ class ExpertExchange(nn.Module):
         received = self.ep.exchange(sent, one_each, one_each)
         going, coming = sent.tolist(), received.tolist()
         others = self.ep.exchange(rows[by_owner], going, coming)
-        numbers = torch.stack([places.int(), slots.repeat_interleave(top_k)], dim=1)
-        places, slots = self.ep.exchange(numbers[by_owner], going, coming).t().contiguous()
+        numbers = places.int()[:, None]
+        if slots is not None:
+            numbers = torch.cat([numbers, slots.repeat_interleave(top_k)[:, None]], dim=1)
+        numbers = self.ep.exchange(numbers[by_owner], going, coming)
+        slots = None if slots is None else numbers[:, 1].contiguous()
         ones = torch.ones(len(others), 1, device=x.device)
-        outputs = run(slots, others, ones, places[:, None]) if len(others) else others
+        outputs = run(slots, others, ones, numbers[:, :1].contiguous()) if len(others) else others
         back = torch.empty_like(rows)
         back[by_owner] = self.ep.exchange(outputs, coming, going)
         by_token = back.view(num_tokens, top_k, x.shape[1])
@@ -121,17 +133,18 @@ class GatheringExchange(ExpertExchange):
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
-        slots: torch.Tensor,
+        slots: torch.Tensor | None,
         placed: PlacedExperts,
         run: RunReceived,
     ) -> torch.Tensor:
         top_k = ids.shape[1]
         counts = self.ep.stack(torch.tensor([len(x)], device=self.device)).flatten().tolist()
-        choices = torch.cat([weights.view(torch.int32), ids.int(), slots[:, None]], dim=1)
+        columns = [weights.view(torch.int32), ids.int()]
+        choices = torch.cat(columns if slots is None else [*columns, slots[:, None]], dim=1)
         rows, choices = self._gather(x, counts), self._gather(choices, counts)
-        weights, ids = choices[:, :top_k].contiguous().view(torch.float32), choices[:, top_k:-1]
-        weights, places = placed.held_here(weights, ids)
-        run_rows = partial(run, choices[:, -1].contiguous())
+        weights, ids, *rest = torch.split(choices, top_k, dim=1)
+        weights, places = placed.held_here(weights.contiguous().view(torch.float32), ids)
+        run_rows = partial(run, None if slots is None else rest[0][:, 0].contiguous())
         if self.scale_inputs:
             outputs = run_scaled(run_rows, rows, weights, places)
         else:
@@ -143,11 +156,6 @@ class GatheringExchange(ExpertExchange):
         """The rows of all ranks, in rank order."""
         parts = self.ep.stack(_padded(own, max(counts)))
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-def no_slots(x: torch.Tensor) -> torch.Tensor:
-    """The slots of rows without adapters."""
-    return torch.full((len(x),), NO_SLOT, dtype=torch.int32, device=x.device)
 
 
 def _padded(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.expert_exchange import ExpertExchange, GatheringExchange, no_slots, run_scaled
+from penstock.layers.expert_exchange import ExpertExchange, GatheringExchange, run_scaled
 from penstock.layers.expert_placement import PlacedExperts, Placement
 from penstock.layers.expert_router import Router
 from penstock.layers.expert_share import take_share
@@ -102,7 +102,7 @@ class Experts(nn.Module):
             self.record[: len(ids)] = ids
         if self.exchange is not None:
             assert self.placed is not None
-            slots = no_slots(x) if self.adapter is None else self.adapter.slots_of_rows(x)
+            slots = None if self.adapter is None else self.adapter.slots_of_rows(x)
             output = self.exchange(x, weights, ids, slots, self.placed, self._run_received)
         else:
             if self.placed is not None:
@@ -120,7 +120,10 @@ class Experts(nn.Module):
         """Take part in a step in which only other replicas have tokens."""
         assert self.exchange is not None, "no other ranks wait"
         assert self.placed is not None
-        self.exchange.join(self.placed, self._run_received, self.build.dtype, self.routing.top_k)
+        self.exchange.join(
+            self.placed, self._run_received, self.build.dtype, self.routing.top_k,
+            has_slots=self.adapter is not None,
+        )  # fmt: skip
 
     def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if self.adapter is not None:
@@ -128,9 +131,10 @@ class Experts(nn.Module):
         return self.experts(x, weights, ids)
 
     def _run_received(
-        self, slots: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+        self, slots: torch.Tensor | None, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         if self.adapter is not None:
+            assert slots is not None
             return self.adapter.run_received(slots, x, weights, ids, self.experts)
         return self.experts(x, weights, ids)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from penstock.layers.context import adapter_context, current_adapters
-from penstock.layers.expert_exchange import no_slots
 from penstock.layers.experts import Experts, ExpertWeights, PackedExperts
 from penstock.layers.lora import AdapterWeights, LinearSlots, OwnPart
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import LinearMethod
 from penstock.ops.experts import ACTIVATIONS, run_by_expert
 from penstock.ops.lora import AdapterStep
+from penstock.protocol.step import NO_SLOT
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
@@ -95,7 +95,7 @@ class ExpertSlots:
         """The slots of this step's rows, counted over all replicas: [n] int32."""
         step = current_adapters()
         if step is None:
-            return no_slots(x)
+            return torch.full((len(x),), NO_SLOT, dtype=torch.int32, device=x.device)
         return torch.where(step.slots < 0, step.slots, step.slots + self._first(self._lane))
 
     def run_received(
