@@ -286,12 +286,11 @@ class DecoderLM(Model):
         aux: dict[int, torch.Tensor],  # by layer, so far
         positions: torch.Tensor,
     ) -> Hidden:
-        angles = self.angles(positions)
+        angles, layers = self.angles(positions), [*self.model.layers]
         for index in self.stage:
             if index in self.aux_layers:  # before the layer changes them in place
                 aux[index] = x.clone() if residual is None else x + residual
-            layer = self.model.layers[index]
-            x, residual = layer(x, residual, angles[index])
+            x, residual = layers[index](x, residual, angles[index])
         if self.model.norm is None:
             return Hidden(x, tuple(aux.values()), residual=residual)
         states, residual = self.model.norm.add(x, residual)
